@@ -46,16 +46,6 @@ from tests.faults.disk_full import (
     two_trainers_findings,
 )
 from tests.faults.fuzz import Kind, fuzz
-from tests.faults.killing import (
-    SAVE_STEPS,
-    KillResult,
-    differences_from_undisturbed,
-    kill_at_points,
-    kill_at_random,
-    run_for_kills_at_points,
-    run_for_random_kills,
-)
-from tests.faults.losing_workers import LOST_WORKERS, lost_worker_findings, pipe_findings, shared_memory_findings
 from tests.faults.non_finite import (
     BAD_LABELS,
     NON_FINITE_BATCHES,
@@ -64,8 +54,17 @@ from tests.faults.non_finite import (
     non_finite_batch_findings,
     permanent_failure_findings,
 )
-from tests.faults.resuming import ResumeBench, ResumeCase, control_cases, resplit_cases, resume_cases
-from tests.faults.signalling import (
+from tests.faults.repeated_kills import (
+    SAVE_STEPS,
+    KillResult,
+    differences_from_undisturbed,
+    kill_at_points,
+    kill_at_random,
+    run_for_kills_at_points,
+    run_for_random_kills,
+)
+from tests.faults.resumed_runs import ResumeBench, ResumeCase, control_cases, resplit_cases, resume_cases
+from tests.faults.signals import (
     SignalResult,
     Target,
     preset_run,
@@ -77,7 +76,8 @@ from tests.faults.signalling import (
 )
 from tests.faults.small_run import train_small_run
 from tests.faults.untrusted_input import HOSTILE, load_in_all_ways, read_valid_checkpoint, with_settings
-from tests.faults.watching import Verdict, watch
+from tests.faults.watched_process import Verdict, watch
+from tests.faults.worker_failures import LOST_WORKERS, lost_worker_findings, pipe_findings, shared_memory_findings
 
 Findings = Callable[[Path], list[str]]
 

@@ -88,8 +88,8 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Heard:
-    """All results, seconds of decoding, and the largest and the last backlog in seconds."""
+class ListenerRun:
+    """Results of a listener on one recording, seconds of decoding, and the largest and the last backlog in seconds."""
 
     results: tuple[Timed, ...]
     busy: float
@@ -177,7 +177,7 @@ class Clock:
         self._simulated += seconds
 
 
-def hear(recognizer: Recognizer, samples: np.ndarray, clock: Clock) -> Heard:
+def run_listener(recognizer: Recognizer, samples: np.ndarray, clock: Clock) -> ListenerRun:
     """Feed the samples to a listener as they arrive: each block is all the audio that waits."""
     listener = Listener(recognizer, SAMPLE_RATE)
     results = []
@@ -200,7 +200,7 @@ def hear(recognizer: Recognizer, samples: np.ndarray, clock: Clock) -> Heard:
         shown = clock.now()
         backlogs.append(min(shown, total) - taken / SAMPLE_RATE)
         results += [Timed(event, started, shown) for event in events]
-    return Heard(tuple(results), busy, max(backlogs), max(0.0, backlogs[-1]))
+    return ListenerRun(tuple(results), busy, max(backlogs), max(0.0, backlogs[-1]))
 
 
 @dataclass
@@ -255,13 +255,13 @@ class Tally:
 def measure_latency(recognizer: Recognizer, recording: Recording, clock: Clock) -> Latency:
     """Return the delays of a recording."""
     recognizer.recognize_prefix(torch.from_numpy(recording.samples[: 3 * SAMPLE_RATE]))  # warm-up
-    heard = hear(recognizer, recording.samples, clock)
+    run = run_listener(recognizer, recording.samples, clock)
     tally = Tally()
     for spoken in recording.sentences:
-        within = [each for each in heard.results if spoken.start - 0.3 <= each.event.start < spoken.end]
+        within = [each for each in run.results if spoken.start - 0.3 <= each.event.start < spoken.end]
         tally.add(within, spoken)
     reference = " ".join(spoken.text for spoken in recording.sentences)
-    finals = " ".join(each.event.text for each in heard.results if isinstance(each.event, Final))
+    finals = " ".join(each.event.text for each in run.results if isinstance(each.event, Final))
     transcript = recognizer.transcribe(recording.samples).text
     return Latency(
         quantiles(tally.first),
@@ -269,9 +269,9 @@ def measure_latency(recognizer: Recognizer, recording: Recording, clock: Clock) 
         quantiles(tally.wait),
         quantiles(tally.work),
         WordStability(tally.rewritten, tally.fixed, tally.unlike),
-        round(heard.busy / (len(recording.samples) / SAMPLE_RATE), 4),
-        round(heard.max_backlog, 3),
-        round(heard.last_backlog, 3),
+        round(run.busy / (len(recording.samples) / SAMPLE_RATE), 4),
+        round(run.max_backlog, 3),
+        round(run.last_backlog, 3),
         round(100 * error_rates([reference], [finals]).wer, 2),
         round(100 * error_rates([reference], [transcript]).wer, 2),
     )
@@ -318,12 +318,12 @@ def measure_memory(recognizer: Recognizer, samples: np.ndarray) -> str:
 def measure_backlog(recognizer: Recognizer, samples: np.ndarray, clock: Clock) -> str:
     """Return sentences on the expected delay, and on the backlog at real-time pace."""
     expected = expected_delay(recognizer)
-    heard = hear(recognizer, samples, clock)
+    run = run_listener(recognizer, samples, clock)
     seconds = len(samples) / SAMPLE_RATE
-    finals = [each for each in heard.results if isinstance(each.event, Final)]
+    finals = [each for each in run.results if isinstance(each.event, Final)]
     return (
-        f"{expected}\n{seconds:g} s: load {heard.busy / seconds:.3f}, backlog at most {heard.max_backlog:.3f} s, at "
-        f"the end {heard.last_backlog:.3f} s; {len(heard.results) - len(finals)} partial and {len(finals)} final texts."
+        f"{expected}\n{seconds:g} s: load {run.busy / seconds:.3f}, backlog at most {run.max_backlog:.3f} s, at "
+        f"the end {run.last_backlog:.3f} s; {len(run.results) - len(finals)} partial and {len(finals)} final texts."
     )
 
 
@@ -368,24 +368,24 @@ def measure(flags: Flags) -> str:
         samples = repeated_speech(flags.manifest, flags.utterances, 0.0, flags.seconds)
         return measure_backlog(recognizer, samples, Clock(flags.pace))
     recording = build_recording(flags.manifest, flags.utterances, flags.pause, level)
-    found = measure_latency(recognizer, recording, Clock(flags.pace))
+    result = measure_latency(recognizer, recording, Clock(flags.pace))
     if flags.json:
-        return json.dumps(dataclasses.asdict(found))
-    stability = found.stability
+        return json.dumps(dataclasses.asdict(result))
+    stability = result.stability
     lines = [
         f"{name}: median {delay.median} s, 90 % within {delay.percentile_90} s ({delay.count})"
         for name, delay in (
-            ("first word", found.first_word),
-            ("emission of a word", found.emission),
-            ("decision that speech has ended", found.final_wait),
-            ("final text after the decision", found.final_work),
+            ("first word", result.first_word),
+            ("emission of a word", result.emission),
+            ("decision that speech has ended", result.final_wait),
+            ("final text after the decision", result.final_work),
         )
     ]
     lines += [
         f"{stability.fixed_unlike_final} of {stability.fixed} fixed words differ from the final text; "
         f"{stability.rewritten_tentative} tentative words were rewritten",
-        f"load {found.load}, backlog at most {found.max_backlog} s, at the end {found.last_backlog} s",
-        f"WER of the final text {found.wer} %, of transcribe.py {found.wer_of_transcribe} %",
+        f"load {result.load}, backlog at most {result.max_backlog} s, at the end {result.last_backlog} s",
+        f"WER of the final text {result.wer} %, of transcribe.py {result.wer_of_transcribe} %",
     ]
     return "\n".join(lines)
 

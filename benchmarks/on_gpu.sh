@@ -37,7 +37,7 @@ if [ -n "$dry" ]; then
 else
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv >"$folder/card.txt" 2>&1
     # First: whether replays compute the same gradient. A wrong one makes the times below meaningless.
-    part card_tests 60 "$python" -m pytest -q -n 0 -p no:cacheprovider -m card tests/training/test_graphs_on_a_card.py
+    part card_tests 60 "$python" -m pytest -q -n 0 -p no:cacheprovider -m card tests/training/test_cuda_graphs.py
     part original 40 "$python" benchmarks/graphs.py --models original --utterances 8 --micro_batches 4
     part original_auto 30 "$python" benchmarks/graphs.py --models original --utterances 8 --micro_batches 1
     part small 40 "$python" benchmarks/graphs.py --models minimal optimized --micro_batches 4

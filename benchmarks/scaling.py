@@ -45,10 +45,10 @@ from konkanivani.training.gradient import accumulate, finish_gradient
 from konkanivani.training.step import GradientTask, StepParts, forward_and_backward, loss_counts, train_step, update
 from tests.conftest import write_corpus
 from tests.faults.under_torchrun import SAVE_STEPS, RankRun, kill_ranks, rank_run_differences, train_undisturbed
+from tests.fork_server import ROOT
 from tests.invariants.parts import relative_difference
 from tests.invariants.ranks import Case, Trained, environments_of, train_case, train_in_ranks
-from tests.patience import PATIENCE
-from tests.warm import ROOT
+from tests.timeouts import PROCESS_TIMEOUT
 
 BOUND = 1e-9  # relative, in float64; the order of summation differs
 INVARIANT_STEPS, FEW_INVARIANT_STEPS = 50, 6
@@ -261,7 +261,7 @@ def start_and_wait(command: Sequence[str], world_size: int, **environment: str) 
         for place in environments_of(world_size)
     ]
     # A rank whose peers have failed would wait for them, hence the timeout.
-    errors = [rank.communicate(timeout=2 * PATIENCE)[1] for rank in ranks]
+    errors = [rank.communicate(timeout=2 * PROCESS_TIMEOUT)[1] for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
 
 

@@ -48,7 +48,7 @@ class Ended:
     """Result of a training process: exit code and the last lines of stdout and stderr."""
 
     exit_code: int
-    said: tuple[str, ...]
+    output: tuple[str, ...]
     errors: tuple[str, ...]
 
     @property
@@ -159,9 +159,9 @@ class CommandRunner:
         code = process.wait()
         for thread in threads:
             thread.join()
-        said, errors = map(tuple, kept)
+        output, errors = map(tuple, kept)
         # A negative code is the signal that ended the process; shells report 128 + signal.
-        return Ended(code if code >= 0 else 128 - code, said, errors)
+        return Ended(code if code >= 0 else 128 - code, output, errors)
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
         self._signal_number = self._signal_number or number
@@ -245,7 +245,7 @@ def train(config: TrainConfig) -> TrainingSummary:
     if ended.is_interrupted:
         latest = Path(config.run.checkpoint_dir) / "checkpoint_last.pt"
         return TrainingSummary(True, latest if latest.is_file() else None)
-    return summary_of(ended.said)
+    return summary_of(ended.output)
 
 
 def summary_of(lines: Sequence[str]) -> TrainingSummary:

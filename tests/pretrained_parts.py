@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 
 from konkanivani.config import TuningConfig
@@ -9,12 +10,14 @@ from konkanivani.data.batching import Example, GlobalBatch
 from konkanivani.data.index import Utterance
 from konkanivani.data.text import GenerationRules, SpecialTokens
 from konkanivani.decoding.decode import BeamDecode
+from konkanivani.inference.speech_model import digest_of
 from konkanivani.models.asr import LossCounts
+from konkanivani.models.decoder import FIRST_CAPACITY
 from konkanivani.training.optimizer_state import OptimizerState
-from konkanivani.training.step import StepParts, forward_and_backward, loss_counts
+from konkanivani.training.step import StepParts, StepReport, forward_and_backward, loss_counts, train_step
 from konkanivani.training.validation import RecognizedPortion, recognize_all
 from tests.invariants.failing import fail_above, fail_at
-from tests.invariants.parts import relative_difference
+from tests.invariants.parts import are_equal, max_relative_difference
 
 MODES = {
     "full": TuningConfig(),
@@ -33,24 +36,13 @@ def draw_lora_weights(model: torch.nn.Module) -> None:
             torch.nn.init.normal_(parameter, std=0.1)
 
 
-def gradients(parts: StepParts, cut: GlobalBatch) -> dict[str, torch.Tensor]:
+def gradients(parts: StepParts, full_batch: GlobalBatch) -> dict[str, torch.Tensor]:
     """Return the gradients of a global batch."""
     parts.model.train()
     parts.model.zero_grad()
-    for batch in cut.micro_batches:
-        forward_and_backward(parts, batch, loss_counts(cut))
+    for batch in full_batch.micro_batches:
+        forward_and_backward(parts, batch, loss_counts(full_batch))
     return {name: p.grad.clone() for name, p in parts.model.named_parameters() if p.grad is not None}
-
-
-def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Return whether the names are equal, and the tensors bit for bit."""
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-
-
-def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Return the largest relative difference of tensors with the same names."""
-    assert one.keys() == other.keys()
-    return max(relative_difference(tensor, other[name]) for name, tensor in one.items())
 
 
 def check_gradients_of_splits(
@@ -64,15 +56,15 @@ def check_gradients_of_splits(
     assert whole.keys() == trained
     assert all(gradient.norm() > 0 for gradient in whole.values())
     for size in (1, 2):
-        assert largest_difference(whole, gradients(parts, split(examples, size))) < BOUND
+        assert max_relative_difference(whole, gradients(parts, split(examples, size))) < BOUND
 
 
-def averaged_gradients(parts: StepParts, cut: GlobalBatch) -> dict[str, torch.Tensor]:
+def averaged_gradients(parts: StepParts, full_batch: GlobalBatch) -> dict[str, torch.Tensor]:
     """Return the average of the micro-batches' mean gradients, which weights tokens of short micro-batches more."""
     parts.model.train()
     parts.model.zero_grad()
-    count = len(cut.micro_batches)
-    for batch in cut.micro_batches:
+    count = len(full_batch.micro_batches)
+    for batch in full_batch.micro_batches:
         forward_and_backward(parts, batch, LossCounts(count * sum(batch.token_lengths), count * batch.size))
     return {name: p.grad.clone() for name, p in parts.model.named_parameters() if p.grad is not None}
 
@@ -91,8 +83,44 @@ class TokenIdDecoder:
 
 
 def recognize_greedily(
-    parts: StepParts, cut: GlobalBatch, special: SpecialTokens, rules: GenerationRules
+    parts: StepParts, full_batch: GlobalBatch, special: SpecialTokens, rules: GenerationRules
 ) -> RecognizedPortion:
     """Return the most likely tokens of each input, as text, from cached decoding."""
-    batches = [(batch, [Utterance(n, n, 1.0, "") for n in batch.utterance_ids]) for batch in cut.micro_batches]
+    batches = [(batch, [Utterance(n, n, 1.0, "") for n in batch.utterance_ids]) for batch in full_batch.micro_batches]
     return recognize_all(parts.forward, batches, TokenIdDecoder(), BeamDecode(1, 0.0, 0.0, None, 0.0, special, rules))
+
+
+def check_split_step(
+    failing: StepParts, batch: GlobalBatch, expected: StepReport, state: dict[str, torch.Tensor]
+) -> None:
+    """Check that a step that runs out of memory once is the step without the failure."""
+    report = train_step(failing, batch, 3)
+    assert (expected.splits, report.splits) == (0, 1) and not report.is_skipped
+    for name in ("loss", "attention_loss", "gradient_norm"):
+        assert getattr(report, name) == pytest.approx(getattr(expected, name), rel=BOUND, abs=0)
+    assert max_relative_difference(state, state_of(failing)) < BOUND
+
+
+def check_changed_weights(parts: StepParts, batch: GlobalBatch, is_trained: Callable[[str], bool], steps: int) -> None:
+    """Check that the loss falls, and that exactly the trained weights change."""
+    before = {name: digest_of({name: one}) for name, one in parts.model.state_dict().items()}
+    losses = [train_step(parts, batch, number).loss for number in range(steps)]
+    assert losses[-1] < 0.98 * losses[0]
+    kept = {name for name, one in parts.model.state_dict().items() if digest_of({name: one}) == before[name]}
+    assert kept == {name for name in before if not is_trained(name)} and kept < before.keys()
+
+
+def check_decoding_between_gradients(
+    parts: StepParts, batch: GlobalBatch, decode: Callable[[StepParts], RecognizedPortion]
+) -> None:
+    """Check that decoding and gradients do not affect each other."""
+    alone = gradients(parts, batch)
+    results = []
+    for _ in range(2):
+        results.append(decode(parts))
+        assert are_equal(gradients(parts, batch), alone)
+    assert results[0] == results[1]
+    assert max(len(one.hypothesis.split()) for one in results[0].scored) > FIRST_CAPACITY
+    # Negative control: after a step, both differ.
+    train_step(parts, batch, 0)
+    assert decode(parts) != results[0] and not are_equal(gradients(parts, batch), alone)

@@ -31,9 +31,9 @@ from konkanivani.child_process import Ended, copy_output, summary_of
 from konkanivani.errors import DataError, ResourceError, UsageError
 from konkanivani.flags import command_words, parse_args
 from tests.conftest import ROOT, Corpus, checked, run_script
-from tests.leftovers import descendants
-from tests.patience import PATIENCE
-from tests.warm import ForkedCommand
+from tests.fork_server import ForkedCommand
+from tests.process_cleanup import descendants
+from tests.timeouts import PROCESS_TIMEOUT
 
 TINY = ModelConfig(d_model=16, attention_heads=2, feedforward_dim=32, encoder_layers=1, decoder_layers=1)
 
@@ -117,8 +117,8 @@ def start_in_python(config: TrainConfig) -> "subprocess.Popen[str]":
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    """Wait until the condition holds; fail after PATIENCE seconds."""
-    until = time.monotonic() + PATIENCE
+    """Wait until the condition holds; fail after PROCESS_TIMEOUT seconds."""
+    until = time.monotonic() + PROCESS_TIMEOUT
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.05)
@@ -131,7 +131,7 @@ def test_ctrl_c_saves_checkpoint_and_training_resumes(corpus, tmp_path, forked_c
     wait_until(lambda: list((tmp_path / "runs").rglob("log.jsonl")))
     time.sleep(2.0)  # into the training loop
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=PATIENCE)
+    output, errors = process.communicate(timeout=PROCESS_TIMEOUT)
     assert process.returncode == 0, errors
     assert output.split() == ["True", f"{tmp_path}/checkpoints/checkpoint_last.pt"]
     step = int(re.findall(r"step (\d+)", errors)[-1])
@@ -146,7 +146,7 @@ def test_ctrl_c_during_startup_returns_without_checkpoint(corpus, tmp_path):
     wait_until(lambda: len(descendants(process.pid)) > 0)
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=PATIENCE)
+    output, errors = process.communicate(timeout=PROCESS_TIMEOUT)
     assert (process.returncode, output.split()) == (0, ["True", "None"]), errors
 
 
@@ -226,7 +226,7 @@ def test_plan_raises_usage_errors_of_the_command():
 def run_program(program: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
     """Run a Python program in a new process."""
     command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=PROCESS_TIMEOUT)
 
 
 AFTER_BACKWARD_PASS = """
@@ -287,7 +287,7 @@ def test_ctrl_c_interrupts_a_plan(tmp_path, monkeypatch):
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: len(descendants(process.pid)) >= 3)  # the command and its two workers
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=PATIENCE)
+    _, errors = process.communicate(timeout=PROCESS_TIMEOUT)
     assert process.returncode == -signal.SIGINT and errors.endswith("KeyboardInterrupt\n"), errors
 
 
@@ -298,7 +298,7 @@ def test_plan_workers_end_when_the_command_is_killed(tmp_path):
     wait_until(lambda: len(descendants(process.pid)) == 2)
     workers = descendants(process.pid)
     process.kill()
-    process.wait(PATIENCE)
+    process.wait(PROCESS_TIMEOUT)
     wait_until(lambda: not any(map(is_running, workers)))
 
 

@@ -14,7 +14,7 @@ import konkanivani
 from konkanivani.cli.main import COMMANDS, main_of
 from konkanivani.command_line import SCRIPTS
 from tests.conftest import ROOT
-from tests.patience import PATIENCE
+from tests.timeouts import PROCESS_TIMEOUT
 
 TINY = "--encoder_layers 1 --decoder_layers 1 --d_model 16 --attention_heads 2 --feedforward_dim 32 --epochs 1".split()
 
@@ -29,7 +29,7 @@ def wheel(tmp_path_factory) -> Path:
         subprocess.run(["cp", "-r", str(ROOT / name), str(source)], check=True)
     build = "import sys; from setuptools.build_meta import build_wheel; print(build_wheel(sys.argv[1]))"
     done = subprocess.run(
-        [sys.executable, "-c", build, str(folder)], cwd=source, capture_output=True, text=True, timeout=PATIENCE
+        [sys.executable, "-c", build, str(folder)], cwd=source, capture_output=True, text=True, timeout=PROCESS_TIMEOUT
     )
     assert done.returncode == 0, done.stderr
     return folder / done.stdout.split()[-1]
@@ -45,7 +45,7 @@ def environment(wheel, tmp_path_factory) -> Path:
     (site / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
     python = str(folder / "bin" / "python")
     install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "-q"]
-    subprocess.run([*install, str(wheel)], check=True, timeout=PATIENCE)
+    subprocess.run([*install, str(wheel)], check=True, timeout=PROCESS_TIMEOUT)
     return folder
 
 
@@ -53,7 +53,7 @@ def run(environment: Path, folder: Path, *words: str) -> subprocess.CompletedPro
     """Run the installed command in `folder`."""
     names = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     command = [str(environment / "bin" / "konkanivani"), *words]
-    return subprocess.run(command, cwd=folder, env=names, capture_output=True, text=True, timeout=PATIENCE)
+    return subprocess.run(command, cwd=folder, env=names, capture_output=True, text=True, timeout=PROCESS_TIMEOUT)
 
 
 def test_wheel_has_every_file_of_the_package(wheel):
@@ -69,8 +69,8 @@ def test_version_and_help_come_from_the_installed_package(environment, tmp_path)
     assert all(f"\n  {name} " in listed for name in COMMANDS)
     assert "usage: konkanivani evaluate" in run(environment, tmp_path, "evaluate", "--help").stdout
     imported = [str(environment / "bin" / "python"), "-c", "import konkanivani; print(konkanivani.__file__)"]
-    found = subprocess.run(imported, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert found.startswith(str(environment))  # and not from the checkout
+    result = subprocess.run(imported, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert result.startswith(str(environment))  # and not from the checkout
 
 
 def test_train_transcribe_and_plan_outside_the_checkout(environment, tmp_path):
@@ -102,7 +102,7 @@ def test_every_script_runs_its_subcommand():
 @pytest.mark.parametrize("words", [["trian"], ["--trian"], ["konkanivani"]])
 def test_unknown_command_is_a_usage_error(words):
     done = subprocess.run(
-        [sys.executable, "-m", "konkanivani", *words], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
+        [sys.executable, "-m", "konkanivani", *words], cwd=ROOT, capture_output=True, text=True, timeout=PROCESS_TIMEOUT
     )
     assert done.returncode == 2 and "There is no command" in done.stderr and "Traceback" not in done.stderr
     assert ("Did you mean train?" in done.stderr) == (words != ["konkanivani"])
@@ -114,5 +114,5 @@ def test_shell_completion_offers_commands_and_flags():
     ).stdout
     complete = 'COMP_WORDS=(konkanivani {}); COMP_CWORD={}; _konkanivani; echo "${{COMPREPLY[@]}}"'
     lines = [script, complete.format("tra", 1), complete.format("train --batch", 2), complete.format("plan --batch", 2)]
-    found = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, check=True).stdout
-    assert found.splitlines()[:2] == ["train transcribe", "--batch_size"]
+    result = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, check=True).stdout
+    assert result.splitlines()[:2] == ["train transcribe", "--batch_size"]

@@ -25,14 +25,14 @@ def promises(page: str) -> dict[str, list[str]]:
 
 def missing_tests(page: str) -> list[str]:
     """Return the promises without a test, or with one that does not exist."""
-    found = promises(page).items()
-    return [promise for promise, tests in found if not tests or not all((ROOT / test).is_file() for test in tests)]
+    result = promises(page).items()
+    return [promise for promise, tests in result if not tests or not all((ROOT / test).is_file() for test in tests)]
 
 
 def entries(page: str) -> list[tuple[str, list[str]]]:
     """Return the date of each experiment and the names of its parts."""
-    found = re.findall(r"^## (\S+) .*\n((?:(?!## ).*\n?)*)", page, re.MULTILINE)
-    return [(date, re.findall(r"^- \*\*(\w+):\*\*", body, re.MULTILINE)) for date, body in found]
+    matches = re.findall(r"^## (\S+) .*\n((?:(?!## ).*\n?)*)", page, re.MULTILINE)
+    return [(date, re.findall(r"^- \*\*(\w+):\*\*", body, re.MULTILINE)) for date, body in matches]
 
 
 def test_each_promise_names_existing_tests():
@@ -52,11 +52,11 @@ def test_negative_control_promise_without_test_is_found():
 
 
 def test_experiments_are_dated_newest_first_and_complete():
-    found = entries(EXPERIMENTS.read_text(encoding="utf-8"))
-    dates = [date for date, _ in found]
-    assert len(found) > 20 and all(re.fullmatch(r"\d{4}-\d\d-\d\d", date) for date in dates)
+    result = entries(EXPERIMENTS.read_text(encoding="utf-8"))
+    dates = [date for date, _ in result]
+    assert len(result) > 20 and all(re.fullmatch(r"\d{4}-\d\d-\d\d", date) for date in dates)
     assert dates == sorted(dates, reverse=True)
-    assert [parts for _, parts in found if parts != PARTS] == []
+    assert [parts for _, parts in result if parts != PARTS] == []
 
 
 def test_negative_control_experiment_without_decision_is_found():

@@ -29,9 +29,9 @@ def outlined(picture: str) -> dict[str, list[str]]:
 
 
 def left_edge(drawn: str) -> float:
-    found = re.search(r"translate\(([-\d.]+) ", drawn)
-    assert found
-    return float(found[1])
+    match = re.search(r"translate\(([-\d.]+) ", drawn)
+    assert match
+    return float(match[1])
 
 
 def test_pictures_with_devanagari_exist():

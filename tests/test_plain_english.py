@@ -39,8 +39,8 @@ PACKAGE = ("konkanivani", "training_scripts")
 def rate(texts: list[str]) -> float:
     """Return the number of phrasings per 10,000 words."""
     words = sum(len(text.split()) for text in texts)
-    found = sum(len(pattern.findall(text)) for pattern in COUNTED for text in texts)
-    return 1e4 * found / max(1, words)
+    result = sum(len(pattern.findall(text)) for pattern in COUNTED for text in texts)
+    return 1e4 * result / max(1, words)
 
 
 def sources() -> list[Path]:

@@ -81,7 +81,7 @@ def plan(config: TrainConfig, gpu: str | None = None, memory_budget: str | None 
         raise KeyboardInterrupt
     from konkanivani.planning.report import read_report
 
-    return read_report(ended.said[-1])
+    return read_report(ended.output[-1])
 
 
 def plan_text(flags: Flags, given: frozenset[str]) -> str:

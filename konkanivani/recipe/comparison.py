@@ -357,7 +357,7 @@ def _train(candidate: Candidate, conditions: Mapping[str, str], place: Path, run
     ended = runner.run("train", [*candidate.flags, *folders, "--resume", "auto"])
     if ended.exit_code == 0:
         # The trainer prints its JSON line last.
-        summary = json.loads(ended.said[-1])
+        summary = json.loads(ended.output[-1])
         outcome = outcome_of(candidate.name, candidate.source, summary)
         write_kept(place, dataclasses.replace(kept, summary=summary, outcome=outcome))
     else:

@@ -24,7 +24,7 @@ from konkanivani.recipe.build import build_run
 from konkanivani.training.loop import PeriodicSaver, train
 from konkanivani.training.run import TrainState
 from tests.conftest import TINY_MODEL, checked, run_folders, run_trainer, write_corpus
-from tests.starts import begin_run, parse_flags
+from tests.run_setup import begin_run, parse_flags
 
 
 def run_rejected(code: int, directory: Path, *flags: str) -> str:
@@ -192,9 +192,9 @@ def test_unusable_utterances_are_skipped_counted_and_listed(tmp_path):
     done = checked(run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path)))
     assert f"5 utterances of {path} are skipped" in done.stdout
     assert "  1 x longer than --max_duration 20 s\n  1 x shorter than --min_duration 0.2 s\n" in done.stdout
-    found = [json.loads(line) for line in (tmp_path / "runs/default/rejected.jsonl").read_text().splitlines()]
-    assert [r["row"] for r in found] == [3, 7, 11, 15, 19]
-    assert [r["audio_filepath"] for r in found] == [rows[i]["audio_filepath"] for i in (1, 3, 5, 7, 9)]
+    results = [json.loads(line) for line in (tmp_path / "runs/default/rejected.jsonl").read_text().splitlines()]
+    assert [r["row"] for r in results] == [3, 7, 11, 15, 19]
+    assert [r["audio_filepath"] for r in results] == [rows[i]["audio_filepath"] for i in (1, 3, 5, 7, 9)]
     reasons = (
         "max_duration 20 s",
         "shorter than --min_duration",
@@ -202,7 +202,7 @@ def test_unusable_utterances_are_skipped_counted_and_listed(tmp_path):
         "CTC cannot align",
         "more than --max_tokens",
     )
-    assert all(part in r["reason"] for part, r in zip(reasons, found, strict=True)), found
+    assert all(part in r["reason"] for part, r in zip(reasons, results, strict=True)), results
 
 
 def _write_header_of_four_gigabytes(path: Path) -> None:
@@ -244,16 +244,16 @@ def test_training_skips_all_defective_rows_of_hostile_corpus(workers, tmp_path):
     message = run_rejected_in_process(DataError, tmp_path / "no", *flags)
     assert "of the 31 rows" in message and "--max_rejected" in message
     checked(run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path), "--max_rejected", "35%"))
-    found = {}
+    values = {}
     for line in (tmp_path / "runs/default/rejected.jsonl").read_text(encoding="utf-8").splitlines():
         rejection = json.loads(line)
-        assert rejection["row"] not in found  # reported once, although both epochs read the row
-        found[rejection["row"]] = rejection
-    assert sorted(found) == list(range(21, 32))
+        assert rejection["row"] not in values  # reported once, although both epochs read the row
+        values[rejection["row"]] = rejection
+    assert sorted(values) == list(range(21, 32))
     for row, (name, (_, _, expected)) in enumerate(HOSTILE.items(), start=21):
-        assert found[row]["audio_filepath"] == f"audio/{name}.wav"
-        assert any(part in found[row]["reason"] for part in expected.split("|")), found[row]
-    assert found[31]["reason"] == "not UTF-8"
+        assert values[row]["audio_filepath"] == f"audio/{name}.wav"
+        assert any(part in values[row]["reason"] for part in expected.split("|")), values[row]
+    assert values[31]["reason"] == "not UTF-8"
 
 
 def test_utterance_is_rejected_when_ctc_has_one_frame_too_few():

@@ -25,8 +25,8 @@ from konkanivani.recipe.comparison import (
     write_kept,
 )
 from tests.conftest import ROOT, TINY_MODEL, Corpus, checked, start_script, write_corpus
-from tests.patience import PATIENCE
-from tests.warm import fork_scripts, warm_parent
+from tests.fork_server import fork_scripts, fork_server
+from tests.timeouts import PROCESS_TIMEOUT
 from tests.whisper.small_model import write_model
 
 SCRIPT = "training_scripts/compare_models.py"
@@ -59,7 +59,7 @@ def comparison_flags(corpus: Corpus, folder: Path) -> tuple[str, ...]:
 
 def run_comparison(*flags: str) -> subprocess.CompletedProcess[str]:
     """Run the comparison with its trainers in forked processes."""
-    return warm_parent().run(ROOT / SCRIPT, *flags, before=fork_scripts)
+    return fork_server().run(ROOT / SCRIPT, *flags, before=fork_scripts)
 
 
 def test_report_has_row_per_model_and_reason_of_failure(one_word_corpus, model_folders, tmp_path):
@@ -109,12 +109,12 @@ def test_interrupted_comparison_saves_and_resumes(corpus, tmp_path):
     flags = ("--presets", "minimal", *comparison_flags(corpus, folder), *TINY_MODEL[:-2])
     endless = [flag if flag != "2" or flags[place - 1] != "--max_steps" else "4000" for place, flag in enumerate(flags)]
     process = start_script(SCRIPT, *endless, output=tmp_path / "output.txt")
-    log, until = folder / "minimal" / "logs" / "default" / "log.jsonl", time.monotonic() + PATIENCE
+    log, until = folder / "minimal" / "logs" / "default" / "log.jsonl", time.monotonic() + PROCESS_TIMEOUT
     while not (log.is_file() and log.stat().st_size):
         assert process.poll() is None and time.monotonic() < until, (tmp_path / "output.txt").read_text()
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGINT)
-    assert process.wait(PATIENCE) == 130
+    assert process.wait(PROCESS_TIMEOUT) == 130
     output = (tmp_path / "output.txt").read_text(encoding="utf-8")
     assert (
         "Stopped by a signal at step" in output and "run the same command again" in output and "Traceback" not in output

@@ -21,9 +21,9 @@ from konkanivani.inference import live
 from konkanivani.inference.listener import Final, Partial
 from konkanivani.inference.word_times import Word
 from tests.conftest import run_script
+from tests.fork_server import ROOT
 from tests.inference.test_listener import SENTENCES, finals, listen, recording
-from tests.patience import PATIENCE
-from tests.warm import ROOT
+from tests.timeouts import PROCESS_TIMEOUT
 
 SCRIPT = "training_scripts/listen.py"
 RAW = PcmFormat(16_000, 1, "s16le")
@@ -56,10 +56,10 @@ def test_wav_of_any_stated_length_and_format_is_decoded(subtype, size):
     data = wav_bytes(samples, subtype, 22_050, size)
     data += b"LIST\x04\0\0\0abcd" if size is None else b""
     for block in (1, 1_000, len(data)):
-        found, decoder = decode_in_blocks(data, block)
+        result, decoder = decode_in_blocks(data, block)
         assert decoder.format is not None and (decoder.format.rate, decoder.format.channels) == (22_050, 2)
-        assert found.shape == samples.shape and decoder.leftover == 0
-        assert np.abs(found - samples).max() < (0.02 if subtype == "PCM_U8" else 1e-4)
+        assert result.shape == samples.shape and decoder.leftover == 0
+        assert np.abs(result - samples).max() < (0.02 if subtype == "PCM_U8" else 1e-4)
     # Negative control: the same bytes are decoded differently as raw PCM.
     assert len(PcmDecoder(RAW).decode(b"\0\0" + data)) != len(samples)
 
@@ -67,8 +67,8 @@ def test_wav_of_any_stated_length_and_format_is_decoded(subtype, size):
 @pytest.mark.parametrize("block", [1, 3, 1_000])
 def test_raw_pcm_is_decoded_and_partial_sample_is_counted(block):
     samples = np.random.default_rng(0).uniform(-0.9, 0.9, 500).astype(np.float32)
-    found, decoder = decode_in_blocks(pcm16_bytes(samples) + b"x", block)
-    assert np.abs(found[:, 0] - samples).max() < 1e-4 and decoder.leftover == 1
+    result, decoder = decode_in_blocks(pcm16_bytes(samples) + b"x", block)
+    assert np.abs(result[:, 0] - samples).max() < 1e-4 and decoder.leftover == 1
     assert len(decode_in_blocks(b"", 1)[0]) == 0 and len(decode_in_blocks(b"RI", 1)[0]) == 1
 
 
@@ -163,7 +163,7 @@ def test_sigint_prints_last_final_result_and_exits_with_130(trained):
     while '"partial"' not in lines[-1]:
         lines.append(process.stdout.readline().decode())
     process.send_signal(signal.SIGINT)
-    rest, errors = process.communicate(timeout=PATIENCE)
+    rest, errors = process.communicate(timeout=PROCESS_TIMEOUT)
     assert process.returncode == 130 and b"Traceback" not in errors
     assert sum('"final"' in line for line in [*lines, *rest.decode().splitlines()]) == len(SENTENCES)
 
@@ -178,7 +178,7 @@ def test_closed_stdout_ends_cleanly_and_terminal_shows_partials(trained):
         process.stdin.write(pcm16_bytes(recording()))
         process.stdin.close()
     errors = process.stderr.read()
-    assert process.wait(PATIENCE) in (0, 141) and b"Traceback" not in errors
+    assert process.wait(PROCESS_TIMEOUT) in (0, 141) and b"Traceback" not in errors
     data = pcm16_bytes(recording())
     # Send the first second alone, so that a decoding pass follows on a machine of any speed.
     on_terminal.stdin.write(data[:32_000])
@@ -189,7 +189,7 @@ def test_closed_stdout_ends_cleanly_and_terminal_shows_partials(trained):
     on_terminal.stdin.write(data[32_000:])
     on_terminal.stdin.close()
     lines = on_terminal.stdout.read().decode().splitlines()
-    assert on_terminal.wait(PATIENCE) == 0
+    assert on_terminal.wait(PROCESS_TIMEOUT) == 0
     with contextlib.suppress(OSError):  # Linux raises an error when a closed terminal is read
         while piece := os.read(master, 4_096):
             shown += piece

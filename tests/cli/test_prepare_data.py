@@ -36,8 +36,8 @@ from tests.corpora.test_formats import (
     write_sentence,
     write_table,
 )
-from tests.patience import PATIENCE
-from tests.warm import DEV_NULL, ROOT, Job, warm_parent
+from tests.fork_server import DEV_NULL, ROOT, Job, fork_server
+from tests.timeouts import PROCESS_TIMEOUT
 
 COLUMNS = ("audio", "text", "speaker", "split")
 
@@ -418,7 +418,7 @@ def test_full_disk_exits_with_6_and_keeps_previous_output(table):
     before = {path.name: path.read_bytes() for path in table.output.iterdir()}
     words = ("--format", "csv", "--source", "corpus", "--output", "out", "--table", "all.csv", "--force")
     small = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (512, 512))  # limits the size of each file
-    done = warm_parent().run(ROOT / SCRIPT, *words, cwd=table.directory, before=small)
+    done = fork_server().run(ROOT / SCRIPT, *words, cwd=table.directory, before=small)
     assert done.returncode == 6 and "Free disk space there" in done.stderr and "Traceback" not in done.stderr, (
         done.stderr
     )
@@ -440,10 +440,10 @@ def test_killed_preparation_leaves_no_manifest_and_rerun_cleans_up(moment, tmp_p
     for name, values in (("text", rows), ("wav.scp", [(name, "0.wav") for name, _ in rows])):
         write_table(tmp_path / "corpus" / "train" / name, (), values, " ")
     words = ("--format", "kaldi", "--source", "corpus", "--output", "out", *NO_REJECTION_LIMIT)
-    killed = warm_parent().start(
+    killed = fork_server().start(
         Job(ROOT / SCRIPT, words, DEV_NULL, cwd=tmp_path, before=partial(kill_at_audit_event, moment))
     )
-    assert killed.wait(PATIENCE) == -signal.SIGKILL
+    assert killed.wait(PROCESS_TIMEOUT) == -signal.SIGKILL
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".prepare.partial"]
     done = prepare(tmp_path, "kaldi", *NO_REJECTION_LIMIT)
     assert done.returncode == 0 and len(read_rejected(tmp_path)) == 89, done.stderr
@@ -475,7 +475,7 @@ def test_speakers_are_not_split_and_unknown_ones_go_to_train(table):
     assert table.prepare().returncode == 0
     speakers = [{utterance.speaker for utterance in table.utterances(split)} for split in SPLITS]
     assert "" in speakers[0] and not speakers[0] & speakers[1] and not speakers[1] & speakers[2]
-    assert sum(len(found - {""}) for found in speakers) == 4
+    assert sum(len(item - {""}) for item in speakers) == 4
 
 
 def test_too_few_speakers_exit_with_3_and_suggest_flags(table):

@@ -65,15 +65,15 @@ class FakeHub:
         if path.endswith(".git/info/lfs/objects/batch"):
             return self._batch(json.loads(body))
         owner, name, *rest = path.removeprefix("/api/models/").split("/")
-        found = self.repositories.get(f"{owner}/{name}")
-        if found is None:
+        result = self.repositories.get(f"{owner}/{name}")
+        if result is None:
             return Response(404, b'{"error": "Repository not found"}', (("X-Error-Code", "RepoNotFound"),))
         if rest in ([], ["revision", "main"]):
-            return _json(self._info(f"{owner}/{name}", found))
+            return _json(self._info(f"{owner}/{name}", result))
         if rest[0] == "preupload":
-            return _json({"files": [self._mode(found, file) for file in json.loads(body)["files"]]})
+            return _json({"files": [self._mode(result, file) for file in json.loads(body)["files"]]})
         assert rest[0] == "commit", path
-        return self._commit(f"{owner}/{name}", found, body)
+        return self._commit(f"{owner}/{name}", result, body)
 
     def _create(self, request: dict) -> Response:
         name = f"{request['organization']}/{request['name']}"
@@ -82,14 +82,14 @@ class FakeHub:
         self.repositories[name] = Repository(request.get("visibility") == "private")
         return _json({"url": f"{self.address}/{name}"})
 
-    def _info(self, name: str, found: Repository) -> dict:
-        files = [{"rfilename": file} for file in found.files]
-        info = {"id": name, "modelId": name, "sha": found.commit, "private": found.is_private, "siblings": files}
-        return info | ({"pipeline_tag": found.pipeline_tag} if found.pipeline_tag else {})
+    def _info(self, name: str, result: Repository) -> dict:
+        files = [{"rfilename": file} for file in result.files]
+        info = {"id": name, "modelId": name, "sha": result.commit, "private": result.is_private, "siblings": files}
+        return info | ({"pipeline_tag": result.pipeline_tag} if result.pipeline_tag else {})
 
-    def _mode(self, found: Repository, file: dict) -> dict:
+    def _mode(self, result: Repository, file: dict) -> dict:
         is_large = self.upload_mode == "lfs" and file["path"].endswith(".safetensors")
-        known = found.files.get(file["path"])
+        known = result.files.get(file["path"])
         oid = None
         if known is not None:
             header = b"" if is_large else b"blob %d\0" % len(known)
@@ -104,18 +104,18 @@ class FakeHub:
         ]
         return _json({"transfer": "basic", "objects": objects})
 
-    def _commit(self, name: str, found: Repository, body: bytes) -> Response:
+    def _commit(self, name: str, result: Repository, body: bytes) -> Response:
         for line in body.splitlines():
             entry = json.loads(line)
             value = entry["value"]
             if entry["key"] == "file":
-                found.files[value["path"]] = base64.b64decode(value["content"])
+                result.files[value["path"]] = base64.b64decode(value["content"])
             if entry["key"] == "lfsFile":
                 content = self.blobs[value["oid"]]
                 assert hashlib.sha256(content).hexdigest() == value["oid"] and len(content) == value["size"]
-                found.files[value["path"]] = content
-        found.commits += 1
-        return _json({"commitUrl": f"{self.address}/{name}/commit/{found.commit}", "commitOid": found.commit})
+                result.files[value["path"]] = content
+        result.commits += 1
+        return _json({"commitUrl": f"{self.address}/{name}/commit/{result.commit}", "commitOid": result.commit})
 
 
 def _json(value: object) -> Response:

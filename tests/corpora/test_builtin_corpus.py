@@ -28,7 +28,7 @@ from konkanivani.data.manifest import read_manifest
 from konkanivani.data.text import normalize_text
 from konkanivani.errors import DataError, KonkaniVaniError, ResourceError, UsageError
 from tests.conftest import run_in_process
-from tests.warm import DEV_NULL, Job, warm_parent
+from tests.fork_server import DEV_NULL, Job, fork_server
 
 MINIATURE = SplitSizes(train=14, valid=2, test=6)
 
@@ -179,7 +179,7 @@ def test_complete_corpus_is_kept_and_incomplete_one_is_rebuilt_bitwise(miniature
 
 def kill_during_synthesis(build: Callable[[], object], directory: Path) -> None:
     """Build a corpus in another process, and kill it after the first audio file."""
-    process = warm_parent().start(Job(DEV_NULL, (), DEV_NULL, before=build))
+    process = fork_server().start(Job(DEV_NULL, (), DEV_NULL, before=build))
     try:
         while not list(directory.parent.glob(f".{directory.name}.partial/audio/*.flac")):
             assert process.poll() is None

@@ -80,25 +80,25 @@ CV_HEAD = ("client_id", "path", "sentence_id", "sentence", "sentence_domain", "u
 
 def common_voice(folder: Path) -> list[ExpectedUtterance]:
     language = folder / "cv-corpus-21.0-2025-03-14" / "kok"
-    found, rows, durations = [], {split: [] for split in SPLITS}, []
+    results, rows, durations = [], {split: [] for split in SPLITS}, []
     for number in range(12):
         name, split = f"common_voice_kok_{4_000_000 + number}.mp3", split_of(number)
         spoken = write_sentence(language / "clips" / name, number, 32_000)
         # In Common Voice quotation marks are literal and may be unbalanced.
         text = f'"{spoken.text}' if number == 0 else spoken.text
         speaker = f"{split}{number % 2}"
-        found.append(replace(spoken, text=text, speaker=speaker, split=split))
+        results.append(replace(spoken, text=text, speaker=speaker, split=split))
         rows[split].append((speaker, name, f"s{number}", text, "", 2, 0, "twenties"))
         durations.append((name, round(1000 * spoken.seconds)))
     for split, name in (("train", "train"), ("valid", "dev"), ("test", "test")):
         write_table(language / f"{name}.tsv", CV_HEAD, rows[split])
     write_table(language / "validated.tsv", CV_HEAD, [row for split in SPLITS for row in rows[split]])
     write_table(language / "clip_durations.tsv", ("clip", "duration[ms]"), durations)
-    return found
+    return results
 
 
 def openslr(folder: Path) -> list[ExpectedUtterance]:
-    found = []
+    results = []
     for gender in ("female", "male"):
         rows = []
         for number in range(6) if gender == "female" else range(6, 12):
@@ -106,37 +106,37 @@ def openslr(folder: Path) -> list[ExpectedUtterance]:
             name = f"{speaker}_{10_000_000_000 + number:011d}"
             spoken = write_sentence(folder / gender / f"{name}.wav", number, 48_000)
             rows.append((name, spoken.text) if number % 2 else (name, "", spoken.text))
-            found.append(replace(spoken, speaker=speaker))
+            results.append(replace(spoken, speaker=speaker))
         write_table(folder / gender / "line_index.tsv", (), rows)
-    return found
+    return results
 
 
 def openslr_mucs(folder: Path) -> list[ExpectedUtterance]:
-    found = []
+    results = []
     for split in ("train", "test"):
         rows = []
         for number in range(9) if split == "train" else range(9, 12):
             spoken = write_sentence(folder / split / "audio" / f"0{number}_003.wav", number, 8_000)
             rows.append((f"0{number}_003", spoken.text))
-            found.append(replace(spoken, split=split))
+            results.append(replace(spoken, split=split))
         write_table(folder / split / "transcription.txt", (), rows, " ")
-    return found
+    return results
 
 
 def openslr_csv(folder: Path) -> list[ExpectedUtterance]:
-    found, rows = [], []
+    results, rows = [], []
     for number in range(12):
         name = f"irm_0{2000 + number % 4}_{number:011d}"
         spoken = write_sentence(folder / "irish_english_male" / f"{name}.wav", number)
         text = spoken.text.replace(" ", ", ", 1)
         rows.append((f"EN{number:05d}", name, text))
-        found.append(replace(spoken, text=text, speaker=name[:9]))
+        results.append(replace(spoken, text=text, speaker=name[:9]))
     write_table(folder / "line_index_all.csv", (), rows, ", ")
-    return found
+    return results
 
 
 def kaldi(folder: Path) -> list[ExpectedUtterance]:
-    found = []
+    results = []
     for split, numbers in (("train", range(8)), ("dev", range(8, 10)), ("test", range(10, 12))):
         data = folder / split
         data.mkdir(parents=True)
@@ -152,17 +152,17 @@ def kaldi(folder: Path) -> list[ExpectedUtterance]:
             texts.append((name, sentence(number)))
             speakers.append((name, f"{split}-spk{number % 2}"))
             given = "valid" if split == "dev" else split
-            found.append(ExpectedUtterance(sentence(number), seconds, f"{split}-spk{number % 2}", given, at))
+            results.append(ExpectedUtterance(sentence(number), seconds, f"{split}-spk{number % 2}", given, at))
             at += seconds
         place = path.resolve() if split == "train" else f"wavs/{split}.flac"
         tables = {"wav.scp": [(f"rec-{split}", place)], "segments": segments, "text": texts, "utt2spk": speakers}
         for name, rows in tables.items():
             write_table(data / name, (), rows, " ")
-    return found
+    return results
 
 
 def nemo(folder: Path) -> list[ExpectedUtterance]:
-    found = []
+    results = []
     for split, numbers in (("train", range(8)), ("dev", range(8, 10)), ("test", range(10, 12))):
         rows = []
         for number in numbers:
@@ -172,9 +172,9 @@ def nemo(folder: Path) -> list[ExpectedUtterance]:
                 row |= {"offset": 0.1, "duration": 0.5}
                 spoken = replace(spoken, seconds=0.5, offset=0.1)
             rows.append((json.dumps(row | {"speaker": number}),))
-            found.append(replace(spoken, speaker=str(number), split="valid" if split == "dev" else split))
+            results.append(replace(spoken, speaker=str(number), split="valid" if split == "dev" else split))
         write_table(folder / f"{split}_manifest.json", (), rows)
-    return found
+    return results
 
 
 def add_member(tar: tarfile.TarFile, name: str, content: bytes) -> None:
@@ -184,7 +184,7 @@ def add_member(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def nemo_tarred(folder: Path) -> list[ExpectedUtterance]:
-    found = []
+    results = []
     for split, numbers in (("train", range(8)), ("valid", range(8, 10)), ("test", range(10, 12))):
         (folder / split).mkdir(parents=True)
         rows = []
@@ -199,21 +199,21 @@ def nemo_tarred(folder: Path) -> list[ExpectedUtterance]:
                         rows.append((json.dumps(row | {"offset": 0.0, "duration": 0.5}),))
                         row |= {"offset": 0.5, "duration": 0.4, "text": "घर"}
                         row["audio_filepath"] = "data_wavs_2-sub1.flac"
-                        found.append(replace(spoken, seconds=0.5, offset=0.0))
+                        results.append(replace(spoken, seconds=0.5, offset=0.0))
                         spoken = replace(spoken, text="घर", seconds=0.4, offset=0.5)
                     rows.append((json.dumps(row),))
-                    found.append(spoken)
+                    results.append(spoken)
         if split != "valid":  # a folder may have only manifests of shards
             write_table(folder / split / "tarred_audio_manifest.json", (), rows)
         (folder / split / "sharded_manifests").mkdir()
         for shard in (0, 1):  # NeMo writes the same rows again per shard
             chosen = [row for row in rows if json.loads(row[0])["shard_id"] == shard]
             write_table(folder / split / "sharded_manifests" / f"manifest_{shard}.json", (), chosen)
-    return found
+    return results
 
 
 def webdataset(folder: Path) -> list[ExpectedUtterance]:
-    found, kinds = [], (("wav", "WAV"), ("flac", "FLAC"), ("mp3", "MP3"))
+    results, kinds = [], (("wav", "WAV"), ("flac", "FLAC"), ("mp3", "MP3"))
     for shard in range(2):
         folder.mkdir(exist_ok=True)
         with tarfile.open(folder / f"shard-{shard:06d}.tar", "w") as tar:
@@ -226,12 +226,12 @@ def webdataset(folder: Path) -> list[ExpectedUtterance]:
                     add_member(tar, f"part/{number:04d}.txt", f"{text}\n".encode())
                     words = {"speaker": speaker}
                 add_member(tar, f"part/{number:04d}.json", json.dumps(words).encode())
-                found.append(ExpectedUtterance(text, sentence_seconds(number), speaker))
-    return found
+                results.append(ExpectedUtterance(text, sentence_seconds(number), speaker))
+    return results
 
 
 def indicvoices(folder: Path) -> list[ExpectedUtterance]:
-    found = []
+    results = []
     for split, recordings in (("train", ((0, 1, 2, 3), (4, 5, 6, 7))), ("valid", ((8, 9),))):
         for numbers in recordings:
             path = folder / "Konkani" / "v1" / split / f"0a1b8a86-{numbers[0]}_0.wav"
@@ -243,43 +243,43 @@ def indicvoices(folder: Path) -> list[ExpectedUtterance]:
                 begin = -0.01 if at == 0 else at  # some corpora have small negative starts
                 segments.append({"start": begin, "end": at + seconds, "text": text, "speaker_id": 0})
                 speaker = f"S42{split}{numbers[0]}"
-                found.append(ExpectedUtterance(sentence(number), seconds, speaker, split, at))
+                results.append(ExpectedUtterance(sentence(number), seconds, speaker, split, at))
                 at += seconds
             segments.append({"start": 0.0, "end": 0.3, "text": "[laughter]", "speaker_id": 0})
             segments.append({"start": 0.3, "end": 0.6, "text": "हय", "speaker_id": 1})
             soundfile.write(path, np.concatenate([speak(sentence(n).split()) for n in numbers]), 16_000)
             described = {"verbatim": segments, "normalized": segments, "speaker_id": speaker, "scenario": "Extempore"}
             path.with_suffix(".json").write_text(json.dumps(described, ensure_ascii=False), encoding="utf-8")
-    return found
+    return results
 
 
 def indicvoices_flat(folder: Path) -> list[ExpectedUtterance]:
-    found = []
+    results = []
     for split, numbers in (("train", range(8)), ("valid", range(8, 10))):
         rows = []
         for number in numbers:
             spoken = write_sentence(folder / "Konkani" / split / "audios" / f"a_chunk_{number}.wav", number)
             row = {"audio_filepath": f"../audios/a_chunk_{number}.wav", "text": spoken.text, "verbatim": "x"}
             rows.append((json.dumps(row | {"duration": spoken.seconds, "speaker_id": f"S{number}"}),))
-            found.append(replace(spoken, speaker=f"S{number}", split=split))
+            results.append(replace(spoken, speaker=f"S{number}", split=split))
         (folder / "Konkani" / split / "transcripts").mkdir()
         write_table(folder / "Konkani" / split / "transcripts" / "a.json", (), rows)
-    return found
+    return results
 
 
 def ljspeech(folder: Path) -> list[ExpectedUtterance]:
-    found, rows = [], []
+    results, rows = [], []
     for number in range(12):
         spoken = write_sentence(folder / "wavs" / f"LJ001-{number:04d}.wav", number, 22_050)
         rows.append((f"LJ001-{number:04d}", spoken.text.upper() + ' 5"', spoken.text))
-        found.append(spoken)
+        results.append(spoken)
     write_table(folder / "metadata.csv", (), rows, "|")
-    return found
+    return results
 
 
 def huggingface_saved(folder: Path) -> list[ExpectedUtterance]:
     datasets, pyarrow = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
-    splits, found = {}, []
+    splits, results = {}, []
     for split, numbers in (("train", range(8)), ("validation", range(8, 10)), ("test", range(10, 12))):
         rows = {
             "audio": [{"bytes": audio_bytes(number, "MP3"), "path": f"{number}.mp3"} for number in numbers],
@@ -292,38 +292,38 @@ def huggingface_saved(folder: Path) -> list[ExpectedUtterance]:
         table = datasets.table.InMemoryTable(pyarrow.table(rows, schema=features.arrow_schema))
         splits[split] = datasets.Dataset(table, datasets.DatasetInfo(features=features))
         given = "valid" if split == "validation" else split
-        found += [ExpectedUtterance(sentence(n), sentence_seconds(n), f"{split}{n % 2}", given) for n in numbers]
+        results += [ExpectedUtterance(sentence(n), sentence_seconds(n), f"{split}{n % 2}", given) for n in numbers]
     datasets.DatasetDict(splits).save_to_disk(folder)
-    return found
+    return results
 
 
 def huggingface_parquet(folder: Path) -> list[ExpectedUtterance]:
     pytest.importorskip("datasets")
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     (folder / "data").mkdir(parents=True)
-    found = []
+    results = []
     for split, numbers in (("train", range(8)), ("validation", range(8, 10)), ("test", range(10, 12))):
         audio = [{"bytes": audio_bytes(number), "path": None} for number in numbers]
         table = pyarrow.table({"speech": audio, "words": [sentence(number) for number in numbers]})
         parquet.write_table(table, folder / "data" / f"{split}-00000-of-00001.parquet")
         given = "valid" if split == "validation" else split
-        found += [ExpectedUtterance(sentence(number), sentence_seconds(number), split=given) for number in numbers]
-    return found
+        results += [ExpectedUtterance(sentence(number), sentence_seconds(number), split=given) for number in numbers]
+    return results
 
 
 def folders(folder: Path) -> list[ExpectedUtterance]:
-    found = []
+    results = []
     for number in range(12):
         split, suffix = split_of(number), ("wav", "flac", "ogg")[number % 3]
         path = folder / split / f"room {number % 2}" / f"नाद{number}.{suffix}"
         spoken = write_sentence(path, number)
         path.with_suffix(".txt").write_text(spoken.text.replace(" ", "\n") + "\n", encoding="utf-8")
-        found.append(replace(spoken, split=split))
-    return found
+        results.append(replace(spoken, split=split))
+    return results
 
 
 def csv_table(folder: Path) -> list[ExpectedUtterance]:
-    found = []
+    results = []
     folder.mkdir()
     with open(folder / "all.csv", "w", encoding="utf-8-sig", newline="") as file:
         table = csv.writer(file, delimiter=";")
@@ -333,8 +333,8 @@ def csv_table(folder: Path) -> list[ExpectedUtterance]:
             text, split = f'{spoken.text}; "बरें"', split_of(number)
             part = {"valid": "dev"}.get(split, split)
             table.writerow(["two\nlines, of a note", f"clips/{number}.wav", text, f"{split}{number % 3}", part])
-            found.append(replace(spoken, text=text, speaker=f"{split}{number % 3}", split=split))
-    return found
+            results.append(replace(spoken, text=text, speaker=f"{split}{number % 3}", split=split))
+    return results
 
 
 CSV_FLAGS = ("--table", "all.csv", "--audio_column", "file", "--text_column", "words", "--speaker_column", "who")

@@ -43,7 +43,7 @@ from konkanivani.models.architecture import architecture_of
 from konkanivani.recipe.run_data import build_training_speech
 from konkanivani.scoring.html import PAGE_START, Histogram, build_histogram, draw_histogram, round_step, write_page
 from tests.conftest import run_in_process
-from tests.page_parts import PageParts
+from tests.html_parser import PageParts
 
 SCRIPT = "training_scripts/inspect_data.py"
 RATE = 16_000
@@ -171,12 +171,12 @@ def marks_of(count: CharacterCount) -> dict[str, tuple[str, ...]]:
 
 def test_characters_are_counted_named_and_marked():
     health = count_characters("कक कक", "ककa।", "क\u200dक५").health()
-    found = {chr(c.code): c for c in health.inventory}
-    assert found["क"].count == 8 and found["क"].name == "DEVANAGARI LETTER KA" and found["क"].marks == ()
-    assert found["a"].marks == ("foreign script", "rare") and found["a"].script == "LATIN"
-    assert found["\u200d"].marks == ("joiner", "removed")
-    assert found["।"].marks == ("becomes a space",)
-    assert found["५"].marks == ("digit", "rare")
+    values = {chr(c.code): c for c in health.inventory}
+    assert values["क"].count == 8 and values["क"].name == "DEVANAGARI LETTER KA" and values["क"].marks == ()
+    assert values["a"].marks == ("foreign script", "rare") and values["a"].script == "LATIN"
+    assert values["\u200d"].marks == ("joiner", "removed")
+    assert values["।"].marks == ("becomes a space",)
+    assert values["५"].marks == ("digit", "rare")
     assert (health.script, health.different, health.letters) == ("DEVANAGARI", 6, 3)
     assert [(w.word, w.scripts, w.row) for w in health.mixed_words] == [("ककa।", ("DEVANAGARI", "LATIN"), 2)]
     changes = health.changes
@@ -425,7 +425,7 @@ NOTES: dict[str, tuple[Damage, str]] = {
 FINDINGS = {"error": ERRORS, "warning": WARNINGS, "note": NOTES}
 
 
-@pytest.mark.parametrize("severity, name", [(kind, name) for kind, found in FINDINGS.items() for name in found])
+@pytest.mark.parametrize("severity, name", [(kind, name) for kind, item in FINDINGS.items() for name in item])
 def test_defect_is_found_and_not_reported_for_healthy_corpus(small, healthy, severity, name):
     damage, sentence = FINDINGS[severity][name]
     everything = "\n".join(finding.sentence for finding in healthy.findings)
@@ -468,8 +468,8 @@ def test_missing_or_unreadable_audio_is_an_error(small):
 )
 def test_deviating_duration_is_reported_if_trainer_skips_the_file(small, stated_seconds, is_reported):
     change(small.train, 4, stated_seconds=stated_seconds)
-    found = small.diagnosis().health.parts[0].sound
-    assert (found.deviating.count, found.left_out, found.unreadable.count) == (is_reported, is_reported, 0)
+    result = small.diagnosis().health.parts[0].sound
+    assert (result.deviating.count, result.left_out, result.unreadable.count) == (is_reported, is_reported, 0)
     source = read_manifest(small.directory / "train.jsonl")[4].source
     with pytest.raises(DataError, match="not .* as in its row") if is_reported else nullcontext():
         read_samples(source)

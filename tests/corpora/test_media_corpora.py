@@ -24,7 +24,7 @@ from tests.conftest import (
     speak,
     write_corpus,
 )
-from tests.data.test_cut_audio import write_truncated
+from tests.data.test_truncated_audio import write_truncated
 from tests.media_files import ENCODED, KINDS, Kind, write_media
 
 
@@ -85,15 +85,15 @@ def test_unusable_files_and_duplicate_recordings_are_rejected(phone_recordings, 
         (source / f"{name}.txt").write_text("एक")
     (source / "no_text.webm").write_bytes(b"")
     report = prepare(source, tmp_path / "out")
-    found = {name: (row["kind"], row["reason"]) for name, row in read_rejected(tmp_path / "out").items()}
-    assert {name: kind for name, (kind, _) in found.items()} == {
+    values = {name: (row["kind"], row["reason"]) for name, row in read_rejected(tmp_path / "out").items()}
+    assert {name: kind for name, (kind, _) in values.items()} == {
         "6_libopencore_amrnb_8k_mono.amr": "recorded twice",
         "broken.mp4": "unusable audio",
         "silent.m4b": "unusable audio",
         "cut.wav": "cut short",
         "no_text.webm": "no transcript",
     }
-    assert "5.0 s shorter than its header states" in found["cut.wav"][1]
+    assert "5.0 s shorter than its header states" in values["cut.wav"][1]
     assert sum(split.utterances for split in report.splits) == 23
     with pytest.raises(DataError, match=r"14\.8% of the rows"):  # the duplicate does not count
         prepare(source, tmp_path / "strict", most="10%")

@@ -62,13 +62,13 @@ def example_names(listed) -> list[str]:
 
 
 def test_each_defect_is_listed_with_its_row(manifest):
-    found = measure_sound([(utterance, True) for utterance in read_manifest(str(manifest))])
-    assert example_names(found.gated) == ["gated"] and found.gated.examples[0].detail == "25 % of it"
-    assert example_names(found.narrow) == ["telephone"] and found.narrow.examples[0].detail == "4000 Hz"
-    assert example_names(found.mixing) == ["opposite", "one_sided"]
-    assert [row.detail for row in found.mixing.examples] == [CANCELLED, ONE_SIDED]
-    assert example_names(found.mute) == []  # the level is measured on the channel in use
-    assert [row.row for row in found.mixing.examples] == [4, 5]
+    result = measure_sound([(utterance, True) for utterance in read_manifest(str(manifest))])
+    assert example_names(result.gated) == ["gated"] and result.gated.examples[0].detail == "25 % of it"
+    assert example_names(result.narrow) == ["telephone"] and result.narrow.examples[0].detail == "4000 Hz"
+    assert example_names(result.mixing) == ["opposite", "one_sided"]
+    assert [row.detail for row in result.mixing.examples] == [CANCELLED, ONE_SIDED]
+    assert example_names(result.mute) == []  # the level is measured on the channel in use
+    assert [row.row for row in result.mixing.examples] == [4, 5]
 
 
 def test_level_is_measured_on_the_channel_in_use(manifest):

@@ -208,8 +208,8 @@ def words_of_cells(cells: tuple[str, ...]) -> list[list[str]]:
 def test_rows_split_by_line_breaks_are_rejoined(rows):
     file = io.StringIO()
     csv.writer(file, delimiter="\t", lineterminator="\n").writerows(rows)
-    found = list(mend_rows(as_records(file.getvalue().split("\n"))))
-    assert [words_of_cells(record.cells) for record in found] == [words_of_cells(row) for row in rows]
+    results = list(mend_rows(as_records(file.getvalue().split("\n"))))
+    assert [words_of_cells(record.cells) for record in results] == [words_of_cells(row) for row in rows]
 
 
 @given(ROWS)

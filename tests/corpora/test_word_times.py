@@ -59,8 +59,8 @@ def test_only_correctly_recognised_words_are_compared():
     text = "एक दोन तीन घर"  # the synthesiser has no separate time for तीन, which it joins to दोन
     words = [Word(t, k, k + 1, None) for k, t in enumerate(("एक", "तीन", "दोन", "तीन", "घर"))]
     spoken = SpokenWords((SpokenWord(0, 0.0), SpokenWord(3, 0.5), SpokenWord(11, 1.0)), end=1.5)
-    found = matches(tuple(words), text, spoken)
-    assert [(word.text, start, end) for word, start, end in found] == [
+    result = matches(tuple(words), text, spoken)
+    assert [(word.text, start, end) for word, start, end in result] == [
         ("एक", 0.0, 0.5),
         ("दोन", 0.5, 1.0),
         ("घर", 1.0, 1.5),
@@ -69,8 +69,8 @@ def test_only_correctly_recognised_words_are_compared():
 
 
 def test_summary_uses_absolute_differences():
-    found = summary([float(n) for n in range(100, -1, -1)])
-    assert (found.words, found.median, found.mean, found.percentile_90) == (101, 50.0, 50.0, 90.0)
+    result = summary([float(n) for n in range(100, -1, -1)])
+    assert (result.words, result.median, result.mean, result.percentile_90) == (101, 50.0, 50.0, 90.0)
     with pytest.raises(DataError, match="Not one word"):
         summary([])
 

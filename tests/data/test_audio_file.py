@@ -16,7 +16,7 @@ import soundfile
 from konkanivani.data.audio.files import AudioSource, read_header, read_samples
 from konkanivani.errors import DataError
 from tests.conftest import checked
-from tests.warm import warm_parent
+from tests.fork_server import fork_server
 
 RATE = 16_000
 
@@ -254,6 +254,6 @@ def test_resampling_odd_rates_is_accurate_and_needs_little_memory(rate):
         "wanted = torch.sin(2 * math.pi * 440 * torch.arange(16_000) / 16_000)\n"
         "print(len(found), float((found - wanted)[100:-100].abs().max()), peak_resident_mib() - before)\n"
     )
-    done = checked(warm_parent().run_program(script))
+    done = checked(fork_server().run_program(script))
     count, error, growth = map(float, done.stdout.split())
     assert count == 16_000 and error < 2e-3 and growth < 100

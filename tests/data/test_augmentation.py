@@ -196,5 +196,5 @@ def test_unreadable_babble_utterance_is_skipped(corpus, monkeypatch):
 
     usual = EvalDataset(kept, augmented.tokenizer, augmented.manifest)[0].waveform
     monkeypatch.setattr(dataset, "_read", read_only_the_first)
-    found = [augmented[epoch, 0].waveform for epoch in range(5)]
-    assert any(torch.equal(waveform, usual) for waveform in found)
+    results = [augmented[epoch, 0].waveform for epoch in range(5)]
+    assert any(torch.equal(waveform, usual) for waveform in results)

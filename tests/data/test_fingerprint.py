@@ -61,8 +61,8 @@ def test_sketch_is_equal_for_block_reads_and_stored_index(tmp_path, monkeypatch)
 
 
 def test_checkpoint_fingerprint_reads_back_and_invalid_is_rejected(tmp_path):
-    found = fingerprint(tmp_path, range(5))
-    assert read_fingerprint(found.state_dict()) == found
+    result = fingerprint(tmp_path, range(5))
+    assert read_fingerprint(result.state_dict()) == result
     for invalid in ({"sketch": ("a",)}, {"hours": "1"}, {"utterances": True}, {"manifest": None}):
         with pytest.raises(CheckpointError, match="record of its training corpus"):
-            read_fingerprint(found.state_dict() | invalid)
+            read_fingerprint(result.state_dict() | invalid)

@@ -21,16 +21,16 @@ TINY = (*TINY_MODEL, "--tokenizer_type", "char", "--num_workers", "0", "--max_st
 def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, object]]]:
     """Write nine recordings of speech and one of noise, whose row has the long text; return folder and rows."""
     folder = tmp_path_factory.mktemp("long")
-    found = []
+    results = []
     for number in range(9):
         words = [WORDS[number], WORDS[number * 3 % 10]]
         samples = speak(words)
         soundfile.write(folder / f"{number}.wav", samples, 16_000)
-        found.append({"audio_filepath": f"{number}.wav", "duration": len(samples) / 16_000, "text": " ".join(words)})
+        results.append({"audio_filepath": f"{number}.wav", "duration": len(samples) / 16_000, "text": " ".join(words)})
     noise = 0.1 * np.random.default_rng(0).standard_normal(32_000)
     soundfile.write(folder / "long.wav", noise.astype(np.float32), 16_000)
     assert len(LONG) == 3000
-    return folder, [*found, {"audio_filepath": "long.wav", "duration": 2.0, "text": LONG}]
+    return folder, [*results, {"audio_filepath": "long.wav", "duration": 2.0, "text": LONG}]
 
 
 @pytest.fixture(scope="module")

@@ -47,12 +47,12 @@ def write_rows(folder: Path, rows: int = 40) -> Path:
 
 
 def read_without_index(path: Path) -> list[tuple[int, float, str]]:
-    found = []
+    results = []
     for row, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if line.strip() and line.strip().endswith("}") and "gone" not in line:
             fields = json.loads(line)
-            found.append((row, fields["duration"], fields["text"]))
-    return found
+            results.append((row, fields["duration"], fields["text"]))
+    return results
 
 
 def as_rows(manifest: Manifest) -> list[tuple[int, float, str]]:

@@ -1,11 +1,12 @@
 """Recordings of phones and messengers are decoded in a sandboxed process; unreadable ones are reported."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import tarfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ pytest.importorskip("av", reason="the extra `media` is not installed: pip instal
 
 from konkanivani.data.audio import media as media_process
 from konkanivani.data.audio import media as media_sound
+from konkanivani.data.audio import media_reader
 from konkanivani.data.audio.files import (
     AudioSource,
     ShortAudio,
@@ -27,8 +29,8 @@ from konkanivani.data.audio.files import (
 from konkanivani.data.audio.files import read_samples as read_all
 from konkanivani.data.audio.media import READERS
 from konkanivani.data.audio.waveform import load_audio
+from tests.fork_server import fork_server
 from tests.media_files import ENCODED, KINDS, Kind, rising_tone, write_media
-from tests.warm import warm_parent
 
 SECONDS, RATE = 3.0, 16_000
 M4A = Kind(".m4a", "aac", 44_100)
@@ -135,19 +137,64 @@ def test_wrong_duration_and_span_beyond_end_are_rejected(voice_message):
             read_samples(voice_message, start=start, seconds=seconds)
 
 
-def test_playlist_files_that_reference_others_are_rejected(voice_message, tmp_path):
+IN_OPEN = 0x20  # inotify(7)
+PLAYLISTS = {
+    "concat.m4a": "ffconcat version 1.0\nfile '{secret}'\n",
+    "list.m3u8": "#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\n{secret}\n#EXT-X-ENDLIST\n",
+}
+
+
+def opens_file(path: Path, read: Callable[[], object]) -> bool:
+    """Return whether any process opens this file during the read, successful or not."""
+    libc = ctypes.CDLL(None)
+    events = libc.inotify_init1(os.O_NONBLOCK)
+    try:
+        assert libc.inotify_add_watch(events, str(path).encode(), IN_OPEN) >= 0
+        with contextlib.suppress(Exception):
+            read()
+        return bool(os.read(events, 4096))
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(events)
+
+
+def decode_without_sandbox(path: Path) -> None:
+    """Decode the first frame as the decoder process does, but without its limit on open files."""
+    import av
+
+    with pytest.MonkeyPatch.context() as patch, open(path, "rb") as file:
+        patch.setattr(media_reader, "av", av, raising=False)  # the process imports it before it enters the sandbox
+        media_reader.MediaDecoder(media_reader.FileSlice(file.fileno(), 0, path.stat().st_size)).close()
+
+
+def decode_without_whitelists(path: Path) -> None:
+    import av
+
+    any_name = {"allowed_extensions": "ALL", "allowed_segment_extensions": "ALL", "extension_picky": "0"}
+    options = {"protocol_whitelist": "file,crypto,data", "safe": "0", **any_name}
+    with av.open(str(path), options=options) as container:
+        next(container.decode(audio=0))
+
+
+@pytest.mark.parametrize("name", PLAYLISTS)
+def test_playlists_are_rejected_without_opening_their_files(name, tmp_path):
     secret = tmp_path / "secret.wav"
     soundfile.write(secret, rising_tone(1.0, RATE), RATE)
-    files = {
-        "concat.m4a": f"ffconcat version 1.0\nfile '{secret}'\n",
-        "list.m4a": f"#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\n{secret}\n#EXT-X-ENDLIST\n",
-        "list.ts": "#EXTM3U\n#EXTINF:5,\nhttp://127.0.0.1:1/a.ts\n",
-        "session.mp4": "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nm=audio 5004 RTP/AVP 0\n",
-    }
-    for name, content in files.items():
-        (tmp_path / name).write_text(content)
-        with pytest.raises(UnusableAudio):
-            read_samples(tmp_path / name)
+    playlist = tmp_path / name
+    playlist.write_text(PLAYLISTS[name].format(secret=secret))
+    with pytest.raises(UnusableAudio):
+        read_samples(playlist)
+    # The whitelists alone suffice, and FFmpeg without them opens the file.
+    assert not opens_file(secret, lambda: decode_without_sandbox(playlist))
+    assert opens_file(secret, lambda: decode_without_whitelists(playlist))
+
+
+def test_description_of_a_network_stream_is_rejected(tmp_path):
+    session = tmp_path / "session.mp4"
+    session.write_text("v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nm=audio 5004 RTP/AVP 0\n")
+    with pytest.raises(UnusableAudio):
+        read_samples(session)
 
 
 def test_link_outside_allowed_roots_is_rejected(voice_message, tmp_path):
@@ -160,9 +207,9 @@ def test_link_outside_allowed_roots_is_rejected(voice_message, tmp_path):
 def test_decoder_process_has_file_memory_and_cpu_limits(voice_message):
     read_samples(voice_message)
     limits = Path(f"/proc/{READERS._idle[-1].process.pid}/limits").read_text()
-    found = {line[:25].strip(): line[25:46].strip() for line in limits.splitlines()[1:]}
-    assert (found["Max open files"], found["Max file size"], found["Max core file size"]) == ("5", "0", "0")
-    assert int(found["Max address space"]) < 2**30 and int(found["Max cpu time"]) < 200
+    values = {line[:25].strip(): line[25:46].strip() for line in limits.splitlines()[1:]}
+    assert (values["Max open files"], values["Max file size"], values["Max core file size"]) == ("5", "0", "0")
+    assert int(values["Max address space"]) < 2**30 and int(values["Max cpu time"]) < 200
     inside = Path(f"/proc/{READERS._idle[-1].process.pid}/fd").iterdir()
     # The audio file is closed; a fifth descriptor is left for the next one.
     assert {path.name for path in inside} == {"0", "1", "2", "3"}
@@ -214,10 +261,10 @@ def test_decoder_process_failure_is_reported_with_reason(name, voice_message, mo
 def test_decoder_killed_while_reading_is_replaced_with_equal_samples(voice_message):
     whole = read_samples(voice_message)
     blocks = read_blocks(AudioSource(str(voice_message)), 0.5)
-    found = [next(blocks)]
+    results = [next(blocks)]
     for reader in READERS._all - set(READERS._idle):
         os.kill(reader.process.pid, signal.SIGKILL)
-    assert np.array_equal(np.concatenate([*found, *blocks]), whole)
+    assert np.array_equal(np.concatenate([*results, *blocks]), whole)
 
 
 def test_idle_decoders_that_are_killed_are_replaced(voice_message):
@@ -239,7 +286,7 @@ def test_decoder_ignores_signals_and_threads_and_forks_use_their_own(voice_messa
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(results) == 4 and all(np.array_equal(found, whole) for found in results)
+    assert len(results) == 4 and all(np.array_equal(item, whole) for item in results)
     child = os.fork()
     if child == 0:
         same = np.array_equal(read_samples(voice_message), whole) and READERS._idle[-1].process.pid != idle
@@ -258,7 +305,7 @@ def test_decoder_process_ends_with_its_parent(voice_message):
         "print(*(reader.process.pid for reader in READERS._all), flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    done = warm_parent().run_program(script, str(voice_message))
+    done = fork_server().run_program(script, str(voice_message))
     waited = threading.Event()
     for _ in range(3000):
         state = Path(f"/proc/{int(done.stdout)}/stat")

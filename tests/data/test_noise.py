@@ -34,7 +34,7 @@ from konkanivani.data.text import train_tokenizer
 from konkanivani.errors import DataError, UsageError
 from konkanivani.flags import config_from_text, config_to_text
 from tests.conftest import TINY_MODEL, Corpus, checked, mark_full, read_log, run_folders, run_trainer
-from tests.starts import parse_flags
+from tests.run_setup import parse_flags
 
 RATE = 16_000
 
@@ -187,8 +187,8 @@ def test_reverberation_keeps_length_timing_and_energy_and_adds_echoes():
 
 def test_one_channel_of_impulse_response_is_drawn(noise_folder):
     response = read_sounds(str(noise_folder / "rooms.jsonl"))[0]
-    found = {noise_module.load_response(response, generator(seed)).numpy().tobytes() for seed in range(20)}
-    assert len(found) == 3
+    result = {noise_module.load_response(response, generator(seed)).numpy().tobytes() for seed in range(20)}
+    assert len(result) == 3
 
 
 def test_gain_is_in_decibels_and_clips_at_full_scale():
@@ -229,9 +229,9 @@ def test_each_augmentation_varies_with_seed_epoch_and_utterance(kind, full_augme
 
     # Twenty draws cover each of the three channels of the response.
     for others in zip(*([(n, 0, "u"), (0, n, "u"), (0, 0, f"{n}")] for n in range(20)), strict=True):
-        found = [augmented(*other) for other in others]
-        assert found == [augmented(*other) for other in others]
-        assert len(set(found)) == (3 if kind == "rooms" else 20)
+        results = [augmented(*other) for other in others]
+        assert results == [augmented(*other) for other in others]
+        assert len(set(results)) == (3 if kind == "rooms" else 20)
 
 
 def test_probabilities_are_respected_and_draws_are_independent(full_augmentation):

@@ -63,8 +63,8 @@ def test_best_edges_equal_those_of_exhaustive_search(count):
     for edges in itertools.combinations(range(1, longest // STEP_SAMPLES), count - 1):
         shapes = tuple(GridShape(edge * STEP_SAMPLES, 2, 3) for edge in (*edges, longest // STEP_SAMPLES))
         tried.append(measure_padding(ShapeGrid(shapes), sizes).added_frames)
-    found = tuple(GridShape(edge, 2, 3) for edge in BestEdges(samples, longest).edges(count))
-    assert measure_padding(ShapeGrid(found), sizes).added_frames == pytest.approx(min(tried))
+    result = tuple(GridShape(edge, 2, 3) for edge in BestEdges(samples, longest).edges(count))
+    assert measure_padding(ShapeGrid(result), sizes).added_frames == pytest.approx(min(tried))
 
 
 def test_batch_gets_the_smallest_shape_that_fits():

@@ -17,8 +17,8 @@ from konkanivani.data.batching import Batch, Example, collate
 from konkanivani.data.loader import HELD_BATCHES, Fetcher, LoaderConfig, PrefetchLimit, load_in_order
 from konkanivani.data.shared_memory import SharedMemoryFull, free_shared_memory, pack, semaphore_bytes
 from konkanivani.data.text import SpecialTokens
-from tests.faults.inject import small_shared_memory
-from tests.patience import PATIENCE
+from tests.faults.fault_injection import small_shared_memory
+from tests.timeouts import PROCESS_TIMEOUT
 
 SPECIAL = SpecialTokens(start=1, end=2, unknown=3, blank=0)
 SAMPLES = 200_000
@@ -66,7 +66,7 @@ def load_in_small_memory(results: Connection, kilobytes: int) -> None:
         results.send(str(error))
         return
     free_bytes = free_shared_memory()
-    loader = LoaderConfig(workers=2, timeout=PATIENCE, pin_memory=False)
+    loader = LoaderConfig(workers=2, timeout=PROCESS_TIMEOUT, pin_memory=False)
     with contextlib.redirect_stdout(io.StringIO()) as output:
         passes = [load_all(loader), load_all(loader)]
     is_same = all(torch.equal(one, other) for one, other in zip(*passes, strict=True))
@@ -83,11 +83,11 @@ def load_in_child_process(kilobytes: int) -> tuple:
     child = context.Process(target=load_in_small_memory, args=(theirs, kilobytes))
     child.start()
     theirs.close()
-    found = ours.recv()  # EOFError if the child died
-    child.join(PATIENCE)
-    if isinstance(found, str):
-        pytest.skip(f"a small /dev/shm cannot be mounted here: {found}")
-    return found
+    result = ours.recv()  # EOFError if the child died
+    child.join(PROCESS_TIMEOUT)
+    if isinstance(result, str):
+        pytest.skip(f"a small /dev/shm cannot be mounted here: {result}")
+    return result
 
 
 EXPECTED = [

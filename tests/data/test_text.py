@@ -14,7 +14,7 @@ from konkanivani.errors import DataError, UsageError
 from konkanivani.recipe.build import build_run
 from konkanivani.training.loop import train
 from tests.conftest import TINY_MODEL, WORDS, Corpus, run_folders
-from tests.starts import begin_run
+from tests.run_setup import begin_run
 
 ZWNJ, ZWJ, NUKTA, VIRAMA = "\u200c", "\u200d", "\u093c", "\u094d"
 CASES = [

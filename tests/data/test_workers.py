@@ -14,10 +14,10 @@ import torch
 from torch.utils.data import Dataset
 
 from konkanivani.data.loader import Loaded, LoaderConfig, WorkersFailed, _begin_worker, load_in_order
-from tests.patience import PATIENCE
+from tests.timeouts import PROCESS_TIMEOUT
 
 SLOW_ITEM_SECONDS = 2.5  # longer than the poll interval and the grace period of the loader
-LOADER = LoaderConfig(workers=2, timeout=PATIENCE, pin_memory=False)
+LOADER = LoaderConfig(workers=2, timeout=PROCESS_TIMEOUT, pin_memory=False)
 
 
 class SlowThenKilledDataset(Dataset):
@@ -84,6 +84,6 @@ def test_worker_prints_no_traceback_if_trainer_disconnects(tmp_path, is_worker):
         taken.send((key, os.getpid()))
         os.close(recv_handle(taken))
     ours.send("done")
-    sender.join(PATIENCE)
+    sender.join(PROCESS_TIMEOUT)
     assert sender.exitcode == 0
     assert ("Traceback" in (tmp_path / "errors").read_text()) != is_worker

@@ -104,8 +104,8 @@ def test_wider_beam_approaches_the_ctc_loss_from_below():
     log_probabilities = random_log_probabilities(6, lengths, 7)
     missed = []
     for beam in (1, 10, 100):
-        found = prefix_beam_search(log_probabilities, lengths, beam)
-        tokens = [torch.tensor(hypotheses[0].tokens) for hypotheses in found]
+        result = prefix_beam_search(log_probabilities, lengths, beam)
+        tokens = [torch.tensor(hypotheses[0].tokens) for hypotheses in result]
         losses = F.ctc_loss(
             log_probabilities.nan_to_num().transpose(0, 1),
             torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True),
@@ -113,7 +113,7 @@ def test_wider_beam_approaches_the_ctc_loss_from_below():
             tuple(map(len, tokens)),
             reduction="none",
         )
-        missed.append(-losses - torch.tensor([hypotheses[0].log_probability for hypotheses in found]))
+        missed.append(-losses - torch.tensor([hypotheses[0].log_probability for hypotheses in result]))
     assert all((each > -BOUND).all() for each in missed)
     assert (missed[0] > missed[1]).all() and (missed[1] > missed[2]).all()
 

@@ -35,25 +35,25 @@ def model() -> LanguageModel:
 
 def exact_hypotheses(log_probabilities: torch.Tensor, fusion: Fusion) -> list[Hypothesis]:
     """Return every possible transcript with its score by definition, best first."""
-    found = []
+    results = []
     for tokens, probability in all_sequences(log_probabilities).items():
         if probability > 0 and not {OUR_TOKENS.start, OUR_TOKENS.end} & set(tokens):
             lm_score = fusion.weight * score_sentences(fusion.language_model, [tokens])[0]
             score = math.log(probability) + lm_score + fusion.length_bonus * len(tokens)
-            found.append(Hypothesis(tokens, score))
-    return sorted(found, key=lambda hypothesis: -hypothesis.log_probability)
+            results.append(Hypothesis(tokens, score))
+    return sorted(results, key=lambda hypothesis: -hypothesis.log_probability)
 
 
 def is_exact(log_probabilities: torch.Tensor, fusion: Fusion) -> bool:
     """Return whether the search with a beam of every prefix finds exactly the hypotheses of (T', V) by definition."""
     frames = log_probabilities[None], (len(log_probabilities),)
-    (found,) = prefix_beam_search(*frames, EVERY_PREFIX, best=EVERY_PREFIX, fusion=fusion)
+    (result,) = prefix_beam_search(*frames, EVERY_PREFIX, best=EVERY_PREFIX, fusion=fusion)
     truth = exact_hypotheses(log_probabilities, fusion)
     scores = {hypothesis.tokens: hypothesis.log_probability for hypothesis in truth}
-    return len(found) == len(truth) == len({hypothesis.tokens for hypothesis in found}) and all(
+    return len(result) == len(truth) == len({hypothesis.tokens for hypothesis in result}) and all(
         is_close(one.log_probability, other.log_probability)
         and is_close(one.log_probability, scores.get(one.tokens, math.nan))
-        for one, other in zip(found, truth, strict=True)
+        for one, other in zip(result, truth, strict=True)
     )
 
 

@@ -70,10 +70,10 @@ def test_forbidden_tokens_equal_those_of_transformers(rules, seed, spread):
             kept = torch.tensor([0, 2])
             scorer.keep(kept)
             history, scores = history[kept], scores[:, kept]
-        found = scorer.score()
-        expected = transformers_scores(history.flatten(0, 1), scores[step].flatten(0, 1), rules).view_as(found)
-        assert torch.equal(found.isinf(), expected.isinf())
-        allowed = found.exp().gt(0).double().index_fill(2, torch.tensor(END), 0.0) + 1e-9
+        actual = scorer.score()
+        expected = transformers_scores(history.flatten(0, 1), scores[step].flatten(0, 1), rules).view_as(actual)
+        assert torch.equal(actual.isinf(), expected.isinf())
+        allowed = actual.exp().gt(0).double().index_fill(2, torch.tensor(END), 0.0) + 1e-9
         tokens = torch.multinomial(allowed.flatten(0, 1), 1, generator=generator).view(history.shape[:2])
         sources = torch.randint(2, history.shape[:2], generator=generator)
         tokens = tokens.gather(1, sources)
@@ -84,9 +84,9 @@ def test_forbidden_tokens_equal_those_of_transformers(rules, seed, spread):
 def test_scores_of_allowed_tokens_are_unchanged():
     scores = torch.randn(2, 1, 1, V, generator=torch.Generator().manual_seed(0))
     rules = GenerationRules(suppressed=(3,), suppressed_first=(4,))
-    found, plain = RuledScorer(FixedScores(scores), rules, END).score(), FixedScores(scores).score()
-    assert found.isinf().nonzero()[:, 2].tolist() == [3, 4]
-    assert torch.equal(found[~found.isinf()], plain[~found.isinf()])
+    result, plain = RuledScorer(FixedScores(scores), rules, END).score(), FixedScores(scores).score()
+    assert result.isinf().nonzero()[:, 2].tolist() == [3, 4]
+    assert torch.equal(result[~result.isinf()], plain[~result.isinf()])
 
 
 def build_model():
@@ -100,13 +100,13 @@ def test_prompt_precedes_the_first_score():
     encoded, lengths = torch.randn(2, 12, MODEL.d_model), (12, 9)
     with torch.no_grad():
         scorer = AttentionScorer(model, encoded, lengths, 2, SPECIAL, prompt=(5, 6, 7))
-        found = scorer.score()
+        result = scorer.score()
         tokens = torch.tensor([[SPECIAL.start, 5, 6, 7]] * 2)
         whole = model.decoder.output(model.decoder(tokens, encoded, lengths, keep_activations))[:, -1].double()
-        assert torch.allclose(found, whole.log_softmax(-1)[:, None].expand_as(found), atol=1e-5)
-        assert not found.isinf().any()  # without a blank, only the rules exclude tokens
+        assert torch.allclose(result, whole.log_softmax(-1)[:, None].expand_as(result), atol=1e-5)
+        assert not result.isinf().any()  # without a blank, only the rules exclude tokens
         unlike = AttentionScorer(model, encoded, lengths, 2, SPECIAL, prompt=(5, 7, 6)).score()
-        assert not torch.allclose(found, unlike, atol=1e-5)
+        assert not torch.allclose(result, unlike, atol=1e-5)
 
 
 @pytest.mark.parametrize("beam", [1, 3])

@@ -202,8 +202,8 @@ class KneserNey:
         if not all(n[count] for count in (1, 2, 3, 4)):
             return [0, *USUAL_DISCOUNTS]
         y = n[1] / (n[1] + 2 * n[2])
-        found = [0, 1 - 2 * y * n[2] / n[1], 2 - 3 * y * n[3] / n[2], 3 - 4 * y * n[4] / n[3]]
-        return found if all(0 < found[k] < k for k in (1, 2, 3)) else [0, *USUAL_DISCOUNTS]
+        results = [0, 1 - 2 * y * n[2] / n[1], 2 - 3 * y * n[3] / n[2], 3 - 4 * y * n[4] / n[3]]
+        return results if all(0 < results[k] < k for k in (1, 2, 3)) else [0, *USUAL_DISCOUNTS]
 
     def probability(self, history: Gram, token: int) -> float:
         """Return P(token | history), for a history no longer than the order allows."""
@@ -233,8 +233,8 @@ def is_kneser_ney(sentences: Sequence[Sequence[int]], order: int) -> bool:
     model = model_of(estimate_ngrams(sentences, VOCABULARY, order))
     for context in contexts_of(sentences, order):
         context = context[-(truth.order - 1) :] if truth.order > 1 else ()
-        found = [log_probability(model, context, token) for token in FOLLOWING]
-        if not is_close(found, [math.log(truth.probability(context, token)) for token in FOLLOWING], 1e-10):
+        results = [log_probability(model, context, token) for token in FOLLOWING]
+        if not is_close(results, [math.log(truth.probability(context, token)) for token in FOLLOWING], 1e-10):
             return False
     return True
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.resuming import ResumeBench
+from tests.faults.resumed_runs import ResumeBench
 from tests.faults.small_run import train_small_run
 
 

@@ -66,11 +66,11 @@ def resume_from_damaged(folder: Path, damage: Damage, last: Checkpoint, before: 
     """
     (folder / LAST).write_bytes(damage.content)
     with contextlib.redirect_stdout(io.StringIO()):
-        path, found = Checkpointer(folder, keep=2).read_newest_sound()
+        path, result = Checkpointer(folder, keep=2).read_newest_sound()
     aside = folder / f"{LAST}.damaged"
     if path.name == LAST:
-        return "harmless" if are_equal(found, last) else f"{damage.name}: read wrongly"
-    if not are_equal(found, before):
+        return "harmless" if are_equal(result, last) else f"{damage.name}: read wrongly"
+    if not are_equal(result, before):
         return f"{damage.name}: {path.name} was used"
     if not aside.exists() or aside.read_bytes() != damage.content or (folder / LAST).exists():
         return f"{damage.name}: not moved aside"

@@ -12,7 +12,7 @@ from konkanivani.checkpoints.checkpointer import LAST
 from konkanivani.errors import CheckpointError
 from tests.conftest import read_log
 from tests.faults.faulty_runs import Fault, FinishedRun, run_with_faults, start_with_faults, wait_for_run
-from tests.faults.resuming import ResumeBench, Settings, last_checkpoint, run_differences
+from tests.faults.resumed_runs import ResumeBench, Settings, last_checkpoint, run_differences
 
 SETTINGS = Settings()
 # Global batches 4 to 6: the save at step 4 fails, the one at step 6 has disk space again.
@@ -77,13 +77,13 @@ def run_with_full_disk(
 
 def full_disk_findings(bench: ResumeBench, case: FullDisk, directory: Path) -> list[str]:
     """Return the errors around one failed save: the old checkpoint must stay and resume, and training must continue."""
-    found = []
+    results = []
     for name in ("killed", "alone"):
         run = directory / name
         disk = small_disk(run / "checkpoints", DISK_BYTES) if case.is_mounted else contextlib.nullcontext()
         with disk:
-            found += (_kill_after_failed_save if name == "killed" else _run_to_the_end)(bench, case, run)
-    return found
+            results += (_kill_after_failed_save if name == "killed" else _run_to_the_end)(bench, case, run)
+    return results
 
 
 def _kill_after_failed_save(bench: ResumeBench, case: FullDisk, run: Path) -> list[str]:
@@ -91,16 +91,16 @@ def _kill_after_failed_save(bench: ResumeBench, case: FullDisk, run: Path) -> li
     killed = run_with_full_disk(bench, run, case, [("kill", "after the save of a global batch", FIRST_FULL)])
     if killed.code != -9:
         return [f"it ended with {killed.code} before it was killed: {killed.output[-600:]}"]
-    found = []
+    results = []
     try:
         if last_checkpoint(run).step != FIRST_FULL - 2:
-            found.append(f"the last checkpoint is of step {last_checkpoint(run).step}")
+            results.append(f"the last checkpoint is of step {last_checkpoint(run).step}")
     except CheckpointError as error:
-        found.append(f"the old checkpoint is gone: {error}")
-    found += [f"{path.name} is left" for path in (run / "checkpoints").glob("*.partial")]
+        results.append(f"the old checkpoint is gone: {error}")
+    results += [f"{path.name} is left" for path in (run / "checkpoints").glob("*.partial")]
     (run / "checkpoints").chmod(0o755)
     (run / "checkpoints" / "ballast").unlink(missing_ok=True)
-    return found + _ignore_lost_records(case, bench.resume_errors(run))
+    return results + _ignore_lost_records(case, bench.resume_errors(run))
 
 
 def _run_to_the_end(bench: ResumeBench, case: FullDisk, run: Path) -> list[str]:
@@ -130,8 +130,8 @@ def three_failures_findings(bench: ResumeBench, share: float, directory: Path) -
     if ended.code != 6 or warnings != 2 or "Traceback" in ended.output:
         return [f"it ended with {ended.code} after {warnings} warnings: {ended.output[-600:]}"]
     step = last_checkpoint(directory).step
-    found = [] if step == FIRST_FULL - 2 else [f"the last checkpoint is of step {step}"]
-    return found + bench.resume_errors(directory)
+    result = [] if step == FIRST_FULL - 2 else [f"the last checkpoint is of step {step}"]
+    return result + bench.resume_errors(directory)
 
 
 def full_log_findings(bench: ResumeBench, directory: Path) -> list[str]:
@@ -142,9 +142,9 @@ def full_log_findings(bench: ResumeBench, directory: Path) -> list[str]:
         if ended.code or "records were lost" not in ended.output or "Traceback" in ended.output:
             return [f"it ended with {ended.code}: {ended.output[-600:]}"]
         steps = [record["step"] for record in read_log(directory)]
-        found = [] if steps[-1] == 17 and len(steps) < 17 else [f"the log holds the steps {steps}"]
+        result = [] if steps[-1] == 17 and len(steps) < 17 else [f"the log holds the steps {steps}"]
         differences = run_differences(bench.undisturbed(SETTINGS), directory)
-        return found + [difference for difference in differences if "the log has" not in difference]
+        return result + [difference for difference in differences if "the log has" not in difference]
 
 
 def two_trainers_findings(bench: ResumeBench, directory: Path) -> list[str]:
@@ -159,9 +159,9 @@ def two_trainers_findings(bench: ResumeBench, directory: Path) -> list[str]:
     second_output = directory / "second.txt"
     second = run_with_faults((*flags, "--resume", "auto"), second_output)
     ended = wait_for_run(run, first_output)
-    found = [] if second.code == 6 else [f"the second ended with {second.code}: {second.output[-600:]}"]
+    result = [] if second.code == 6 else [f"the second ended with {second.code}: {second.output[-600:]}"]
     if f"Process {first} is already training in" not in second.output:
-        found.append(f"the second does not name the first: {second.output[-600:]}")
+        result.append(f"the second does not name the first: {second.output[-600:]}")
     if ended.code:
-        found.append(f"the first ended with {ended.code}: {ended.output[-600:]}")
-    return found + run_differences(bench.undisturbed(SETTINGS), directory)
+        result.append(f"the first ended with {ended.code}: {ended.output[-600:]}")
+    return result + run_differences(bench.undisturbed(SETTINGS), directory)

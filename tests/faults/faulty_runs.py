@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from tests.conftest import TRAINER
-from tests.faults.inject import Fault, inject
-from tests.patience import PATIENCE
-from tests.warm import ROOT, Fork, Job, warm_parent
+from tests.faults.fault_injection import Fault, inject
+from tests.fork_server import ROOT, Fork, Job, fork_server
+from tests.timeouts import PROCESS_TIMEOUT
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ def start_with_faults(flags: Sequence[str], output: Path, faults: Sequence[Fault
     """Start a run with one thread, whose output goes to the file `output`."""
     output.parent.mkdir(parents=True, exist_ok=True)
     output.unlink(missing_ok=True)
-    return warm_parent().start(Job(ROOT / TRAINER, flags, output, threads=1, before=partial(inject, faults)))
+    return fork_server().start(Job(ROOT / TRAINER, flags, output, threads=1, before=partial(inject, faults)))
 
 
-def wait_for_run(run: Fork | subprocess.Popen, output: Path, seconds: float = PATIENCE) -> FinishedRun:
+def wait_for_run(run: Fork | subprocess.Popen, output: Path, seconds: float = PROCESS_TIMEOUT) -> FinishedRun:
     """Wait for a run and return its end; kill it and raise TimeoutError after `seconds`."""
     try:
         code = run.wait(seconds)
@@ -39,6 +39,6 @@ def wait_for_run(run: Fork | subprocess.Popen, output: Path, seconds: float = PA
 
 
 def run_with_faults(
-    flags: Sequence[str], output: Path, faults: Sequence[Fault] = (), seconds: float = PATIENCE
+    flags: Sequence[str], output: Path, faults: Sequence[Fault] = (), seconds: float = PROCESS_TIMEOUT
 ) -> FinishedRun:
     return wait_for_run(start_with_faults(flags, output, faults), output, seconds)

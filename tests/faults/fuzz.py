@@ -1,6 +1,6 @@
 """Randomly changed input and its handling; hypothesis draws the changes and shrinks failures.
 
-Every example is handled in a watched process: watching.py.
+Every example is handled in a watched process: watched_process.py.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ from konkanivani.errors import DataError
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.rules import settings_of
 from tests.faults.untrusted_input import ValidCheckpoint, read_valid_checkpoint, with_settings
-from tests.faults.watching import MAX_SECONDS, Verdict, watch
-from tests.starts import begin_run, parse_flags
+from tests.faults.watched_process import MAX_SECONDS, Verdict, watch
+from tests.run_setup import begin_run, parse_flags
 
 Kind = Literal["audio", "media", "manifests", "checkpoints", "flags"]
 EDGE_VALUES = (0, 1, -1, 127, 128, 255, 256, 32767, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1)
@@ -140,15 +140,15 @@ AUDIO = (
 
 def _audio_files() -> list[bytes]:
     generator = np.random.default_rng(0)
-    found = []
+    results = []
     for file_format, subtype in AUDIO:
         if subtype not in soundfile.available_subtypes(file_format):
             continue
         written = io.BytesIO()
-        samples = 0.1 * generator.standard_normal((8000, 1 + len(found) % 2))
+        samples = 0.1 * generator.standard_normal((8000, 1 + len(results) % 2))
         soundfile.write(written, samples, 16_000, format=file_format, subtype=subtype)
-        found.append(written.getvalue())
-    return found
+        results.append(written.getvalue())
+    return results
 
 
 def _audio_fuzzer(folder: Path, run: Path) -> Fuzzer:

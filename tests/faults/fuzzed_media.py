@@ -10,7 +10,7 @@ from konkanivani.data.audio.media import READERS
 from konkanivani.data.audio.waveform import load_audio, stream_audio
 from konkanivani.errors import DataError
 from tests.faults.fuzz import Change, Fuzzer, apply_changes, changes_within
-from tests.faults.watching import CONTAINER_SECONDS
+from tests.faults.watched_process import CONTAINER_SECONDS
 from tests.media_files import ENCODED, KINDS, rising_tone, write_media
 
 MAX_READER_SECONDS = 5.0  # CPU seconds
@@ -50,11 +50,11 @@ def build_fuzzer(folder: Path) -> Fuzzer:
 
 
 def _files(folder: Path) -> list[tuple[str, bytes]]:
-    found = []
+    results = []
     for kind in KINDS:
         path = write_media(folder / f"whole{kind.suffix}", rising_tone(0.7, 16_000), 16_000, kind)
-        found.append((kind.suffix, path.read_bytes()))
-    return found + [(path.suffix, path.read_bytes()) for path in sorted(ENCODED.iterdir())]
+        results.append((kind.suffix, path.read_bytes()))
+    return results + [(path.suffix, path.read_bytes()) for path in sorted(ENCODED.iterdir())]
 
 
 def _check_reader(pid: int) -> None:

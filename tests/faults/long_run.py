@@ -1,6 +1,6 @@
 """A training run in several processes: each runs the real script, resumes the run, and is ended by a test.
 
-Most processes are forks (tests/warm.py), which saves four seconds each.
+Most processes are forks (tests/fork_server.py), which saves four seconds each.
 """
 
 import os
@@ -19,8 +19,8 @@ from konkanivani.checkpoints.checkpoint import read_checkpoint
 from konkanivani.checkpoints.checkpointer import LAST, Checkpointer
 from konkanivani.errors import CheckpointError
 from tests.conftest import ROOT, run_folders, start_cold
-from tests.patience import PATIENCE
-from tests.warm import Fork, Job, warm_parent
+from tests.fork_server import Fork, Job, fork_server
+from tests.timeouts import PROCESS_TIMEOUT
 
 SCRIPT = ROOT / "training_scripts" / "train_konkanivani_asr.py"
 THREADS = 1
@@ -68,7 +68,7 @@ class TrainingProcess:
     def kill(self) -> None:
         self.process.kill()
 
-    def wait(self, seconds: float = PATIENCE) -> int | None:
+    def wait(self, seconds: float = PROCESS_TIMEOUT) -> int | None:
         """Return the exit code (negative for a signal), or kill the process and return None after `seconds` seconds."""
         try:
             return self.process.wait(seconds)
@@ -78,7 +78,7 @@ class TrainingProcess:
 
     def wait_until(self, is_reached: Callable[[], bool], what: str) -> None:
         """Wait for a condition; raise AssertionError if the process ends first or the condition takes too long."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + PROCESS_TIMEOUT
         while not is_reached():
             assert self.is_alive(), f"it ended by itself, and {what} never came"
             assert time.monotonic() < deadline, f"{what} never came"
@@ -105,7 +105,7 @@ class LongRun:
         self.directory.mkdir(parents=True, exist_ok=True)
         before = partial(fault.install, self.checkpoints) if fault else None
         job = Job(SCRIPT, self.arguments(*more), self.output, threads=THREADS, before=before)
-        return TrainingProcess(warm_parent().start(job))
+        return TrainingProcess(fork_server().start(job))
 
     def start_script(self, script: Path, *more: str) -> TrainingProcess:
         """Start a process in a new interpreter, like a user.
@@ -137,8 +137,8 @@ class LongRun:
             return 0
         with open(log, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL))
-            found = re.findall(rb'"kind": "step", "step": (\d+),.*\n', file.read())
-        return int(found[-1]) if found else 0
+            matches = re.findall(rb'"kind": "step", "step": (\d+),.*\n', file.read())
+        return int(matches[-1]) if matches else 0
 
     def end_state(self) -> EndState:
         """Return the current state. Read the files that a resumed run reads; change nothing if all are valid."""
@@ -151,22 +151,22 @@ class LongRun:
                 sound.add(path.stat().st_ino)
             except CheckpointError:
                 invalid_files.append(path.name)
-        found = Checkpointer(self.checkpoints, keep=2).read_newest_sound()
+        result = Checkpointer(self.checkpoints, keep=2).read_newest_sound()
         partial = self.checkpoints / (LAST + ".partial")
-        return EndState(self.logged_step(), found[1].step if found else 0, tuple(invalid_files), partial.exists())
+        return EndState(self.logged_step(), result[1].step if result else 0, tuple(invalid_files), partial.exists())
 
 
 def processes_in_group(group: int) -> list[int]:
     """Return the living processes of a group, without zombies."""
-    found = []
+    results = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
         except (FileNotFoundError, ProcessLookupError):
             continue
         if int(its_group) == group and state not in "ZX":
-            found.append(int(path.parent.name))
-    return found
+            results.append(int(path.parent.name))
+    return results
 
 
 def is_dying(pid: int) -> bool:

@@ -9,7 +9,7 @@ import torch
 from konkanivani.checkpoints.checkpoint import read_checkpoint
 from tests.conftest import read_log
 from tests.faults.faulty_runs import Fault, FinishedRun, run_with_faults
-from tests.faults.resuming import POISONED, STEPS, Precision, ResumeBench, Settings, last_checkpoint
+from tests.faults.resumed_runs import POISONED, STEPS, Precision, ResumeBench, Settings, last_checkpoint
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def non_finite_batch_findings(bench: ResumeBench, case: NonFiniteBatch, director
     skipped, made = ([row for row in rows if row["skipped"] == is_skipped] for is_skipped in (True, False))
     logs = (steps, read_log(bench.undisturbed(Settings())))
     rates, undisturbed = ([step["learning_rate"] for step in log] for log in logs)
-    said = f"is skipped: its {'loss' if case.what != 'gradient' else 'gradient'}"
+    output = f"is skipped: its {'loss' if case.what != 'gradient' else 'gradient'}"
     checks = {
         "no global batch with the utterance was skipped": len(named) >= 2,
         "something else was skipped": case.precision == "fp16" or named == skips,
@@ -67,7 +67,7 @@ def non_finite_batch_findings(bench: ResumeBench, case: NonFiniteBatch, director
         "the learning rate is not that of the step": rates == undisturbed[: len(steps)],
         "the skipped are not counted": last_checkpoint(directory).states["progress"]["skipped_steps"] == len(skips),
         "the counters are wrong": len(steps) == min(STEPS, len(rows) - len(skips)),
-        "the console does not name it": said in ended.output and POISONED in ended.output,
+        "the console does not name it": output in ended.output and POISONED in ended.output,
         "the ids of a skip are not those of a global batch": all(len(skip["utterances"]) in (2, 4) for skip in skips),
         "a non-finite checkpoint was saved": are_checkpoints_finite(directory),
     }
@@ -119,22 +119,22 @@ def permanent_failure_findings(bench: ResumeBench, case: PermanentFailure, direc
     """Return the errors: the run must exit with 5 and name a finite checkpoint, also after a restart."""
     flags = (*bench.flags(case.settings, directory, workers=0), "--epochs", "9")
     faults = case.settings.faults()
-    found = []
+    results = []
     for start in range(2):  # the second pass restarts the run, as a supervising loop would
         again = ("--resume", "auto") if start else ()
         # The first process starts with finite micro-batches; the restarted one fails from its first global batch on.
         fault = (*case.fault[:-1], 0) if start and case.fault[0] == "not_finite" else case.fault
         ended = run_with_faults((*flags, *again), directory / f"output_{start}.txt", [*faults, fault])
         if ended.code != 5:
-            return [*found, f"start {start + 1} ended with {ended.code}: {ended.output[-600:]}"]
-        found += [] if are_checkpoints_finite(directory) else ["a non-finite checkpoint was saved"]
+            return [*results, f"start {start + 1} ended with {ended.code}: {ended.output[-600:]}"]
+        results += [] if are_checkpoints_finite(directory) else ["a non-finite checkpoint was saved"]
     good = named_checkpoint(ended)
     if good is None:
-        return [*found, f"no checkpoint is named: {ended.output[-600:]}"]
+        return [*results, f"no checkpoint is named: {ended.output[-600:]}"]
     done = run_with_faults((*flags, "--resume", good), directory / "output_good.txt", faults)
     if done.code != 0 or not are_checkpoints_finite(directory):
-        found.append(f"{good} cannot be resumed: {done.output[-600:]}")
-    return found
+        results.append(f"{good} cannot be resumed: {done.output[-600:]}")
+    return results
 
 
 def named_checkpoint(ended: FinishedRun) -> str | None:
@@ -150,10 +150,10 @@ def bad_label_findings(bench: ResumeBench, token: int, workers: int, directory: 
     """Return the errors: an invalid token must be reported by utterance, with the previous steps saved."""
     flags = bench.flags(Settings(), directory, workers)
     ended = run_with_faults(flags, directory / "output.txt", [("change_label", POISONED, token)])
-    said = f"The transcript of {POISONED} has the token {token}"
+    output = f"The transcript of {POISONED} has the token {token}"
     checks = {
         f"it ended with {ended.code}: {ended.output[-600:]}": ended.code == 3,
-        "it does not name the utterance and the token": said in ended.output and "Traceback" not in ended.output,
+        "it does not name the utterance and the token": output in ended.output and "Traceback" not in ended.output,
         "the steps before are not saved": len(read_log(directory)) == last_checkpoint(directory).step,
     }
     return [finding for finding, is_right in checks.items() if not is_right]

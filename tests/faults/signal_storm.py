@@ -10,7 +10,7 @@ import time
 import torch
 
 from konkanivani.command_line import run_script
-from tests.patience import PATIENCE
+from tests.timeouts import PROCESS_TIMEOUT
 
 PERIOD = 0.0005  # seconds
 SIGNALS = 1000  # signals
@@ -23,7 +23,7 @@ def run_products_under_signals() -> str:
     signal.signal(signal.SIGALRM, lambda number, _frame: handled.append(number))
     signal.setitimer(signal.ITIMER_REAL, PERIOD, PERIOD)
     began, made = time.monotonic(), 0
-    while len(handled) < SIGNALS and time.monotonic() < began + PATIENCE:
+    while len(handled) < SIGNALS and time.monotonic() < began + PROCESS_TIMEOUT:
         rows, inputs, outputs = torch.randint(64, 500, (3,)).tolist()
         left, right = torch.randn(rows, inputs), torch.randn(outputs, inputs)
         torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")

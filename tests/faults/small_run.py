@@ -7,7 +7,7 @@ from pathlib import Path
 from konkanivani.recipe.build import build_run
 from konkanivani.training.loop import train
 from tests.conftest import run_folders, write_corpus
-from tests.starts import begin_run
+from tests.run_setup import begin_run
 
 SMALL_MODEL = (
     *("--d_model", "8", "--encoder_layers", "1", "--decoder_layers", "1", "--attention_heads", "2"),

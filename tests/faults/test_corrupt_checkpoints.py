@@ -29,13 +29,13 @@ def folder(small_run: Path, tmp_path: Path) -> Path:
 
 
 def test_truncated_checkpoint_is_renamed_and_the_previous_one_resumed(folder, tmp_path):
-    found = count_resume_outcomes(folder, truncations((folder / LAST).read_bytes()), tmp_path / "work")
-    assert found == {"detected": 5}
+    result = count_resume_outcomes(folder, truncations((folder / LAST).read_bytes()), tmp_path / "work")
+    assert result == {"detected": 5}
 
 
 def test_any_flipped_bit_is_detected_or_harmless(folder, tmp_path):
-    found = count_resume_outcomes(folder, bit_flips((folder / LAST).read_bytes(), FLIPS, seed=1), tmp_path / "work")
-    assert set(found) <= {"detected", "harmless"} and found["detected"] > FLIPS / 2, found
+    result = count_resume_outcomes(folder, bit_flips((folder / LAST).read_bytes(), FLIPS, seed=1), tmp_path / "work")
+    assert set(result) <= {"detected", "harmless"} and result["detected"] > FLIPS / 2, result
 
 
 @pytest.mark.parametrize("bits", [1, *mark_full(8)])
@@ -49,14 +49,14 @@ def test_flipped_bits_in_zip_directory_are_detected_or_harmless(bits, tmp_path):
     assert len(content) - ends < 2000
     places = (8 * byte + (byte + bit) % 8 for byte in range(ends, len(content)) for bit in range(bits))
     damages = (flip_bit(content, place) for place in places)
-    found = count_resume_outcomes(tmp_path / "run", damages, tmp_path / "work")
-    assert set(found) == {"detected", "harmless"}, found
+    result = count_resume_outcomes(tmp_path / "run", damages, tmp_path / "work")
+    assert set(result) == {"detected", "harmless"}, result
 
 
 def test_negative_control_without_checksums_a_flipped_bit_is_not_detected(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("konkanivani.checkpoints.checkpoint._check_sums", lambda archive: None)
-    found = count_resume_outcomes(folder, bit_flips((folder / LAST).read_bytes(), FLIPS, seed=1), tmp_path / "work")
-    assert any("read wrongly" in outcome for outcome in found), found
+    result = count_resume_outcomes(folder, bit_flips((folder / LAST).read_bytes(), FLIPS, seed=1), tmp_path / "work")
+    assert any("read wrongly" in outcome for outcome in result), result
 
 
 @pytest.mark.parametrize("content", [b"", b"PK", b"\0" * 5000], ids=["empty", "zip signature only", "zeros"])
@@ -78,13 +78,13 @@ def corrupt(path: Path) -> None:
 
 def valid_steps(folder: Path) -> set[int]:
     """Return the steps of all valid checkpoints in the folder."""
-    found = set()
+    result = set()
     for path in folder.glob("*.pt"):
         try:
-            found.add(read_checkpoint(path).step)
+            result.add(read_checkpoint(path).step)
         except CheckpointError:
             pass
-    return found
+    return result
 
 
 def save_three_epochs(folder: Path) -> Checkpointer:
@@ -143,8 +143,8 @@ def test_resumed_epoch_checkpoint_is_kept_until_a_newer_one_is_valid(tmp_path, m
     keeper = save_three_epochs(tmp_path)
     for name in (LAST, PREVIOUS, "checkpoint_epoch_3.pt"):
         corrupt(tmp_path / name)
-    path, found = keeper.read_newest_sound()
-    assert (path.name, found.step) == ("checkpoint_epoch_2.pt", 2)
+    path, result = keeper.read_newest_sound()
+    assert (path.name, result.step) == ("checkpoint_epoch_2.pt", 2)
     corrupt_written_checkpoints(monkeypatch, bad={3, 4})
     for step in (3, 4):
         with pytest.raises(ResourceError):

@@ -22,8 +22,8 @@ from tests.faults.disk_full import (
     three_failures_findings,
     two_trainers_findings,
 )
-from tests.faults.resuming import ResumeBench
-from tests.patience import PATIENCE
+from tests.faults.resumed_runs import ResumeBench
+from tests.timeouts import PROCESS_TIMEOUT
 
 CASES = {case.name: case for case in FULL_DISKS}
 
@@ -106,7 +106,7 @@ sys.exit(run_script(action))
 def test_output_to_a_full_disk_changes_neither_run_nor_exit_code(tmp_path):
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-c", PROGRAM_WITH_LOST_OUTPUT, str(tmp_path / "done")]
-        done = subprocess.run(command, stdout=full, stderr=full, cwd=ROOT, timeout=PATIENCE)
+        done = subprocess.run(command, stdout=full, stderr=full, cwd=ROOT, timeout=PROCESS_TIMEOUT)
     assert done.returncode == 3 and (tmp_path / "done").exists()
 
 
@@ -117,5 +117,5 @@ def test_unwritable_rejection_list_is_reported_without_stopping(tmp_path, capsys
     rejections = Rejections(tmp_path / "nowhere" / "rejected.jsonl", most=1.0)
     rejections.begin(Manifest([1, 2]))
     rejections.add([Rejection("train.jsonl", 1, "a.flac", "it is not a file", is_broken=True)])
-    said = capsys.readouterr().out
-    assert said.count("cannot be written (No such file or directory)") == 2 and "Skipped: a.flac" in said
+    output = capsys.readouterr().out
+    assert output.count("cannot be written (No such file or directory)") == 2 and "Skipped: a.flac" in output

@@ -35,9 +35,9 @@ from konkanivani.training.loop import train
 from tests.conftest import ROOT, TRAINER, Corpus, checked, read_log, run_folders, run_trainer, write_corpus
 from tests.faults.process_start import flush_each_line
 from tests.faults.small_run import SMALL_MODEL
-from tests.patience import PATIENCE
-from tests.starts import begin_run
-from tests.warm import Job, warm_parent
+from tests.fork_server import Job, fork_server
+from tests.run_setup import begin_run
+from tests.timeouts import PROCESS_TIMEOUT
 
 QUICK = ("--num_workers", "0", "--batch_size", "2", "--gradient_accumulation_steps", "2")
 STAGES = ["flags", "paths", "disk", "data", "plan", "model", "rehearsal", "two steps", "validation", "saved", "resumed"]
@@ -60,11 +60,11 @@ def flags(corpus: Corpus, directory: Path, *more: str) -> list[str]:
 
 def files_of(directory: Path) -> dict[str, tuple[int, bytes]]:
     """Return every file and folder with its inode and its bytes."""
-    found = {}
+    values = {}
     for path in sorted(directory.rglob("*")):
         content = path.read_bytes() if path.is_file() else b""
-        found[str(path.relative_to(directory))] = path.stat().st_ino, content
-    return found
+        values[str(path.relative_to(directory))] = path.stat().st_ino, content
+    return values
 
 
 def stages_of(output: str) -> list[str]:
@@ -154,10 +154,10 @@ REJECTED = [
 ]
 
 
-@pytest.mark.parametrize("more, kind, said", REJECTED, ids=[more[0] for more, _, _ in REJECTED])
-def test_dry_run_raises_the_error_of_the_run_and_leaves_no_files(more, kind, said, small_corpus, tmp_path):
+@pytest.mark.parametrize("more, kind, message", REJECTED, ids=[more[0] for more, _, _ in REJECTED])
+def test_dry_run_raises_the_error_of_the_run_and_leaves_no_files(more, kind, message, small_corpus, tmp_path):
     given = flags(small_corpus, tmp_path, *more)
-    with pytest.raises(kind, match=said) as refused:
+    with pytest.raises(kind, match=message) as refused:
         dry_run(parse_args([*given, "--dry_run"]))
     assert os.listdir(tmp_path) == []
     with pytest.raises(KonkaniVaniError) as real:
@@ -177,11 +177,11 @@ def test_dry_run_rejects_a_folder_locked_by_another_process(small_corpus, tmp_pa
     if child == 0:
         lock = RunLock(tmp_path / "checkpoints")
         (tmp_path / "held").touch()
-        time.sleep(2 * PATIENCE)
+        time.sleep(2 * PROCESS_TIMEOUT)
         del lock  # held until here
         os._exit(0)
     try:
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + PROCESS_TIMEOUT
         while not (tmp_path / "held").exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -223,14 +223,14 @@ def test_signal_at_any_stage_exits_with_its_code_and_removes_all_files(
 
 def test_ctrl_c_exits_with_130_and_ends_the_workers(small_corpus, tmp_path, tmp_path_factory):
     given = flags(small_corpus, tmp_path, "--dry_run", "--num_workers", "2", "--batch_size", "1", "--d_model", "256")
-    said = tmp_path_factory.mktemp("said") / "output.txt"
-    said.touch()
-    child = warm_parent().start(Job(ROOT / TRAINER, given, said, threads=1, before=flush_each_line))
-    while child.poll() is None and b"model: " not in said.read_bytes():
+    output_file = tmp_path_factory.mktemp("output") / "output.txt"
+    output_file.touch()
+    child = fork_server().start(Job(ROOT / TRAINER, given, output_file, threads=1, before=flush_each_line))
+    while child.poll() is None and b"model: " not in output_file.read_bytes():
         time.sleep(0.01)
     os.killpg(child.pid, signal.SIGINT)  # as a terminal does
-    assert child.wait(PATIENCE) == 130, said.read_text(encoding="utf-8")
-    output = said.read_text(encoding="utf-8")
+    assert child.wait(PROCESS_TIMEOUT) == 130, output_file.read_text(encoding="utf-8")
+    output = output_file.read_text(encoding="utf-8")
     assert "Traceback" not in output and "its files are removed" in output
     assert os.listdir(tmp_path) == []
     with pytest.raises(ProcessLookupError):

@@ -54,26 +54,26 @@ def message_text(node: ast.expr) -> str:
 
 def assigned_value(node: ast.expr, tree: ast.Module) -> ast.expr:
     """Return the value of a name from its last assignment before the node, or the node itself."""
-    found = node
+    result = node
     for line in sorted((line for line in ast.walk(tree) if isinstance(line, ast.Assign)), key=lambda a: a.lineno):
         targets = line.targets[0].elts if isinstance(line.targets[0], ast.Tuple) else line.targets
         values = line.value.elts if isinstance(line.value, ast.Tuple) else [line.value]
         pairs = zip(targets, values, strict=False) if line.lineno < node.lineno else ()
-        found = next((value for name, value in pairs if ast.unparse(name) == ast.unparse(node)), found)
-    return found
+        result = next((value for name, value in pairs if ast.unparse(name) == ast.unparse(node)), result)
+    return result
 
 
 def error_messages(source: str) -> list[str]:
     """Return the message of every error of the project in the source, raised directly or from a system error."""
-    tree, found = ast.parse(source), []
+    tree, results = ast.parse(source), []
     for call in ast.walk(tree):
         name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
         if name in PROJECT_ERRORS:
-            found.append(message_text(call.args[0]))
+            results.append(message_text(call.args[0]))
         elif name in EXPLAINED:
             what, advice = (message_text(assigned_value(call.args[place], tree)) for place in EXPLAINED[name])
-            found.append(f"{what}: {{reason}}. {advice}")
-    return found
+            results.append(f"{what}: {{reason}}. {advice}")
+    return results
 
 
 def message_defect(message: str) -> str | None:
@@ -97,9 +97,9 @@ def sources() -> list[Path]:
 
 
 def test_every_error_is_a_sentence_with_a_remedy():
-    found = [(path, message) for path in sources() for message in error_messages(path.read_text(encoding="utf-8"))]
-    assert len(found) > 150
-    bad = [f"{path.relative_to(ROOT)}: {said}: {text}" for path, text in found if (said := message_defect(text))]
+    results = [(path, message) for path in sources() for message in error_messages(path.read_text(encoding="utf-8"))]
+    assert len(results) > 150
+    bad = [f"{path.relative_to(ROOT)}: {output}: {text}" for path, text in results if (output := message_defect(text))]
     assert not bad, "\n".join(bad)
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from tests.conftest import mark_full
-from tests.faults.resuming import (
+from tests.faults.resumed_runs import (
     STEPS,
     ResumeBench,
     Settings,
@@ -32,9 +32,9 @@ def test_resume_with_other_micro_batches_keeps_order_and_float64_weights(bench, 
 
 def test_negative_control_another_seed_of_one_step_is_detected(bench, tmp_path):
     case = next(case for case in control_cases() if case.name == "one step's seed")
-    found = bench.differences(case, tmp_path / "run")
-    assert any(difference.startswith("log.jsonl step 10: loss") for difference in found)
-    assert any(difference.startswith("model/") for difference in found)
+    result = bench.differences(case, tmp_path / "run")
+    assert any(difference.startswith("log.jsonl step 10: loss") for difference in result)
+    assert any(difference.startswith("model/") for difference in result)
 
 
 def test_48_resume_cases_cover_all_precisions_sources_and_worker_counts():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.faults import fuzz
 from tests.faults.fuzz import Fuzzer
-from tests.faults.watching import CONTAINER_SECONDS, MAX_GROWTH_MIB, MAX_SECONDS
+from tests.faults.watched_process import CONTAINER_SECONDS, MAX_GROWTH_MIB, MAX_SECONDS
 
 COUNTS = {"audio": 12, "media": 8, "manifests": 12, "checkpoints": 20, "flags": 8}  # --parts fuzz --full: 19,000
 EXPECTED_OUTCOMES = {

@@ -12,7 +12,7 @@ import pytest
 from konkanivani.corpora import toolkits as shards
 from konkanivani.corpora.toolkits import read_members
 from konkanivani.inference.recognizer import load_recognizer
-from tests.faults.watching import watch
+from tests.faults.watched_process import watch
 
 BLOCK = 512
 
@@ -126,8 +126,8 @@ def test_many_global_pax_headers_are_read_within_the_limits(tmp_path):
     )
     path = tmp_path / "audio_0.tar"
     path.write_bytes(b"".join(globals_) + END)
-    found = []
-    verdict = watch(lambda: found.append(len(list(read_members(path)))), tmp_path)
+    results = []
+    verdict = watch(lambda: results.append(len(list(read_members(path)))), tmp_path)
     assert (verdict.outcome, verdict.fault) == ("taken", None), verdict
     assert len(list(read_members(path))) == rounds
 

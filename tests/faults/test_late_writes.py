@@ -21,15 +21,15 @@ from konkanivani.recipe.build import build_run
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
 from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, read_log, run_folders
-from tests.faults.killing import small_endless_run
 from tests.faults.long_run import LongRun, TrainingProcess
-from tests.faults.resuming import checkpoint_differences
+from tests.faults.repeated_kills import small_endless_run
+from tests.faults.resumed_runs import checkpoint_differences
 from tests.faults.slow_disk import SlowDisk, count_slow_writes
 from tests.faults.under_torchrun import RankRun, kill_all, rank_pids
+from tests.fork_server import Fork, Job, fork_server
 from tests.invariants.ranks import environments_of
-from tests.patience import PATIENCE
-from tests.starts import begin_run
-from tests.warm import Fork, Job, warm_parent
+from tests.run_setup import begin_run
+from tests.timeouts import PROCESS_TIMEOUT
 
 STEPS = 10  # 4 per epoch
 MODEL = (*TINY_MODEL, "--encoder_layers", "1", "--decoder_layers", "0", "--ctc_weight", "1", "--num_workers", "0")
@@ -107,10 +107,10 @@ def test_newest_valid_checkpoint_is_resumed_if_the_last_one_is_lost(
     shutil.copytree(stopped_run, folder)
     LOST_WRITES[lost](folder / "checkpoints")
     run = build_resumed_run(corpus, folder)
-    said = capsys.readouterr().out
-    assert run.state.step == 8 and f"Resuming from {folder / 'checkpoints' / EPOCH}: step 8." in said
+    output = capsys.readouterr().out
+    assert run.state.step == 8 and f"Resuming from {folder / 'checkpoints' / EPOCH}: step 8." in output
     expected = MESSAGES.get(lost, f"Renamed to {LAST}.damaged. Trying the previous one.")
-    assert said.count(expected) == 1 and said.count("has not arrived") == (lost in MESSAGES)
+    assert output.count(expected) == 1 and output.count("has not arrived") == (lost in MESSAGES)
     train_until(run, STEPS)
     one, other = (read_checkpoint(run / "checkpoints" / LAST) for run in (folder, undisturbed))
     assert checkpoint_differences(one, other) == []
@@ -120,8 +120,8 @@ def test_newest_valid_checkpoint_is_resumed_if_the_last_one_is_lost(
 def test_negative_control_an_undamaged_folder_resumes_its_last_checkpoint(stopped_run, corpus, tmp_path, capsys):
     shutil.copytree(stopped_run, tmp_path / "run")
     assert build_resumed_run(corpus, tmp_path / "run").state.step == 8
-    said = capsys.readouterr().out
-    assert f"{LAST}: step 8." in said and "arrived" not in said and "damaged" not in said
+    output = capsys.readouterr().out
+    assert f"{LAST}: step 8." in output and "arrived" not in output and "damaged" not in output
 
 
 def test_older_checkpoint_is_resumed_and_no_run_starts_if_none_is_valid(stopped_run, corpus, tmp_path):
@@ -176,8 +176,8 @@ def run_with_periodic_saves(corpus: Corpus, folder: Path) -> LongRun:
 
 def resumed_step(run: LongRun) -> int:
     """Return the step that the next process resumes from; it makes one more step and exits with 0."""
-    found = Checkpointer(run.checkpoints, keep=2).read_newest_sound()
-    step = found[1].step
+    result = Checkpointer(run.checkpoints, keep=2).read_newest_sound()
+    step = result[1].step
     assert run.start("--max_steps", str(step + 1)).wait() == 0, run.output.read_text()
     assert read_checkpoint(run.checkpoints / LAST).step == step + 1
     assert f"{LAST}: step {step}." in run.output.read_text(encoding="utf-8")
@@ -190,8 +190,8 @@ def test_signal_during_a_slow_write_exits_without_a_second_write(corpus, tmp_pat
     trainer = start_slow_write(run, seconds=3)
     os.kill(trainer.pid, signal.SIGTERM)
     assert trainer.wait() == 143
-    found = run.end_state()
-    assert (found.saved, found.logged, found.invalid_files, found.was_saving) == (4, 4, (), False)
+    end_state = run.end_state()
+    assert (end_state.saved, end_state.logged, end_state.invalid_files, end_state.was_saving) == (4, 4, (), False)
     assert count_slow_writes(run.checkpoints) == 1 and run.tracebacks() == []
     assert resumed_step(run) == 4
 
@@ -206,8 +206,8 @@ def test_second_signal_during_a_slow_write_exits_at_once(delay, corpus, tmp_path
     sent = time.monotonic()
     os.kill(trainer.pid, signal.SIGTERM)
     assert trainer.wait() == 143 and time.monotonic() - sent < 20
-    found = run.end_state()
-    assert (found.saved, found.logged, found.invalid_files, found.was_saving) == (2, 4, (), False)
+    end_state = run.end_state()
+    assert (end_state.saved, end_state.logged, end_state.invalid_files, end_state.was_saving) == (2, 4, (), False)
     assert run.tracebacks() == []
     assert resumed_step(run) == 2
 
@@ -220,11 +220,11 @@ def start_ranks_with_slow_disk(run: RankRun, seconds: float) -> list[Fork]:
         Job(ROOT / TRAINER, run.flags(), run.directory / "output.txt", environment=place, threads=1, before=install)
         for place in environments_of(2)
     ]
-    return [warm_parent().start(job) for job in jobs]
+    return [fork_server().start(job) for job in jobs]
 
 
 def wait_for_slow_write(run: RankRun, *started: Fork) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + PROCESS_TIMEOUT
     while not count_slow_writes(run.directory / "checkpoints"):
         has_ended = any(process.poll() is not None for process in started)
         assert not has_ended and time.monotonic() < deadline, (run.directory / "output.txt").read_text()
@@ -239,8 +239,8 @@ def check_resumes(run: RankRun, saved: int) -> None:
     longer = dataclasses.replace(run, steps=saved + 2)
     output = run.directory / "resumed.txt"
     jobs = [Job(ROOT / TRAINER, longer.flags(), output, environment=place, threads=1) for place in environments_of(2)]
-    ranks = [warm_parent().start(job) for job in jobs]
-    assert [rank.wait(PATIENCE) for rank in ranks] == [0, 0], output.read_text()
+    ranks = [fork_server().start(job) for job in jobs]
+    assert [rank.wait(PROCESS_TIMEOUT) for rank in ranks] == [0, 0], output.read_text()
     assert f"{LAST}: step {saved}." in output.read_text(encoding="utf-8")
     assert [record["step"] for record in read_log(run.directory)] == list(range(1, saved + 3))
 
@@ -255,9 +255,9 @@ def test_ranks_signalled_twice_during_a_slow_write_save_a_whole_checkpoint(shard
         for rank in ranks:
             os.kill(rank.pid, signal.SIGTERM)
         time.sleep(0.5)
-    assert [rank.wait(PATIENCE) for rank in ranks] == [143, 143]
-    said = (run.directory / "output.txt").read_text(encoding="utf-8")
-    assert "Traceback" not in said and said.count("Stopped by a signal at step 4") == 1
+    assert [rank.wait(PROCESS_TIMEOUT) for rank in ranks] == [143, 143]
+    output = (run.directory / "output.txt").read_text(encoding="utf-8")
+    assert "Traceback" not in output and output.count("Stopped by a signal at step 4") == 1
     assert count_slow_writes(run.directory / "checkpoints") == (2 if sharded else 1)
     check_resumes(run, 4)
 
@@ -267,18 +267,18 @@ def test_torchrun_signalled_during_a_slow_write_saves_a_whole_checkpoint(corpus,
     run.directory.mkdir(parents=True)
     script, output = ROOT / "tests" / "faults" / "under_torchrun.py", run.directory / "output.txt"
     install = partial(SlowDisk(3).install, run.directory / "checkpoints")
-    agent = warm_parent().start(Job(script, ("0", *run.flags()), output, threads=1, before=install))
+    agent = fork_server().start(Job(script, ("0", *run.flags()), output, threads=1, before=install))
     try:
         wait_for_slow_write(run, agent)
         ranks = rank_pids(agent)
         os.kill(agent.pid, signal.SIGTERM)
-        agent.wait(PATIENCE)
-        deadline = time.monotonic() + PATIENCE
+        agent.wait(PROCESS_TIMEOUT)
+        deadline = time.monotonic() + PROCESS_TIMEOUT
         while any(Path(f"/proc/{pid}").exists() for pid in ranks.values()):
             assert time.monotonic() < deadline
             time.sleep(0.05)
     finally:
         kill_all(agent)
-    said = output.read_text(encoding="utf-8")
-    assert said.count("Stopped by a signal at step 4") == 1, said
+    message = output.read_text(encoding="utf-8")
+    assert message.count("Stopped by a signal at step 4") == 1, message
     check_resumes(run, 4)

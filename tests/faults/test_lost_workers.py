@@ -5,8 +5,8 @@ import signal
 import pytest
 
 from tests.faults.disk_full import small_disk
-from tests.faults.losing_workers import LostWorker, lost_worker_findings, shared_memory_findings
-from tests.faults.resuming import ResumeBench
+from tests.faults.resumed_runs import ResumeBench
+from tests.faults.worker_failures import LostWorker, lost_worker_findings, shared_memory_findings
 
 CASES = (LostWorker("killed once", signal.SIGKILL, True), LostWorker("crashes each time", signal.SIGSEGV, False))
 

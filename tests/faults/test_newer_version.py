@@ -12,7 +12,7 @@ from konkanivani.checkpoints.checkpointer import LAST
 from konkanivani.errors import CheckpointError
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.recipe.build import build_run
-from tests.starts import begin_run
+from tests.run_setup import begin_run
 
 CONFORMER, ZIPFORMER = "--encoder_type 'conformer'", "--encoder_type 'zipformer'"
 ZEROS = torch.zeros(3)
@@ -78,8 +78,8 @@ def test_newer_checkpoint_is_rejected_and_not_renamed(change, use, write_newer):
     before = (folder / LAST).read_bytes()
     with pytest.raises(CheckpointError) as refused:
         USES[use](folder)
-    said = str(refused.value)
-    assert CHANGES[change][1] in said and "\n" not in said and said.endswith(".") and len(said) < 500, said
+    output = str(refused.value)
+    assert CHANGES[change][1] in output and "\n" not in output and output.endswith(".") and len(output) < 500, output
     assert (folder / LAST).read_bytes() == before and not list(folder.glob("*.damaged"))
 
 

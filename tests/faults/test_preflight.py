@@ -34,7 +34,7 @@ from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.loop import train
 from konkanivani.training.optimizer_state import OptimizerState
 from tests.conftest import TINY_MODEL, Corpus, run_folders, run_trainer, write_corpus
-from tests.starts import begin_run
+from tests.run_setup import begin_run
 
 QUICK = ("--num_workers", "0", "--batch_size", "4", "--gradient_accumulation_steps", "1")
 
@@ -52,10 +52,10 @@ def start_error(kind: type[KonkaniVaniError], *flags: str) -> str:
 def test_all_invalid_flags_are_reported_together():
     wrong = ("--epochs", "0", "--dropout", "2", "--max_rejected", "many", "--memory_budget", "4", "--noise_snr", "x")
     idle = ("--effective_batch_size", "7", "--rir_prob", "0.5")
-    said = start_error(UsageError, *wrong, *idle)
+    message = start_error(UsageError, *wrong, *idle)
     for flag in (*wrong[::2], *idle[::2]):
-        assert flag in said, said
-    assert len(said.splitlines()) == 6
+        assert flag in message, message
+    assert len(message.splitlines()) == 6
 
 
 def test_missing_device_is_reported_before_any_path(tmp_path):
@@ -78,7 +78,7 @@ def test_each_unusable_path_is_reported_on_its_own_line(tmp_path):
         *("--checkpoint_dir", str(tmp_path / "file"), "--log_dir", str(tmp_path / "file" / "runs")),
     )
     lines = start_error(CheckpointError, *flags).splitlines()
-    told = [
+    messages = [
         ("nothing.pt", "Give the path of a checkpoint"),
         ("--train_manifest", "No such file", "Give the path of a JSONL manifest"),
         ("--valid_manifest", "Is a directory", "Give"),
@@ -88,8 +88,8 @@ def test_each_unusable_path_is_reported_on_its_own_line(tmp_path):
         ("checkpoint folder", "is a file", "Choose another --checkpoint_dir"),
         ("log folder", "is a file", "Choose another --log_dir"),
     ]
-    assert len(lines) == len(told)
-    assert all(part in line for line, parts in zip(lines, told, strict=True) for part in parts), lines
+    assert len(lines) == len(messages)
+    assert all(part in line for line, parts in zip(lines, messages, strict=True) for part in parts), lines
     assert sorted(os.listdir(tmp_path)) == ["file", "folder", "pipe"]  # the rejected start created no files
 
 
@@ -186,8 +186,8 @@ def test_disk_check_counts_all_checkpoints_that_are_kept_at_once(tmp_path, monke
     monkeypatch.setattr(preflight, "free_disk", lambda folder: space.needed - 1)
     with pytest.raises(ResourceError) as caught:
         check_disk(config, architecture_of(config, 1000))
-    said = str(caught.value)
-    assert f"({space.needed} and {space.needed - 1} bytes)" in said and "--keep_checkpoints" in said
+    message = str(caught.value)
+    assert f"({space.needed} and {space.needed - 1} bytes)" in message and "--keep_checkpoints" in message
 
 
 def test_disk_space_is_checked_for_each_file_system(tmp_path, monkeypatch):
@@ -269,11 +269,11 @@ def test_errors_of_all_manifests_are_reported_before_tokenizer_training(tmp_path
         *(*corpus.flags(), "--test_manifest", str(tmp_path / "empty.jsonl"), *run_folders(tmp_path)),
         *("--noise_manifest", str(tmp_path / "noise.jsonl"), "--rir_manifest", str(tmp_path / "empty.jsonl")),
     )
-    said = start_error(DataError, *flags)
-    assert f"6 of the 6 rows of {train_rows} are broken" in said and "nowhere.flac" in said
-    assert f"2 of the 2 rows of {valid} are broken" in said and "duration must be" in said
-    assert said.count(f"The manifest {tmp_path / 'empty.jsonl'} is empty") == 2
-    assert "noise.jsonl, row 1:" in said and "noise.jsonl, row 2:" in said
+    message = start_error(DataError, *flags)
+    assert f"6 of the 6 rows of {train_rows} are broken" in message and "nowhere.flac" in message
+    assert f"2 of the 2 rows of {valid} are broken" in message and "duration must be" in message
+    assert message.count(f"The manifest {tmp_path / 'empty.jsonl'} is empty") == 2
+    assert "noise.jsonl, row 1:" in message and "noise.jsonl, row 2:" in message
 
 
 def test_manifests_without_usable_utterances_are_reported_together(tmp_path):
@@ -288,11 +288,11 @@ def test_manifests_without_usable_utterances_are_reported_together(tmp_path):
 
 def test_negative_control_intact_manifests_start_a_run(tmp_path):
     corpus = write_corpus(tmp_path / "corpus", {"train": 6, "valid": 2, "test": 2})
-    told = []
+    messages = []
     flags = [*TINY_MODEL, *QUICK, *corpus.flags(), "--test_manifest", corpus.manifest("test"), *run_folders(tmp_path)]
-    run = build_run(begin_run(flags, lambda *stage: told.append(stage)), lambda *stage: told.append(stage))
-    assert [stage for stage, _ in told] == ["flags", "paths", "disk", "data", "plan"]
-    assert "6 training utterances" in told[3][1] and "2 for validation; 2 for testing; 0 skipped" in told[3][1]
+    run = build_run(begin_run(flags, lambda *stage: messages.append(stage)), lambda *stage: messages.append(stage))
+    assert [stage for stage, _ in messages] == ["flags", "paths", "disk", "data", "plan"]
+    assert "6 training utterances" in messages[3][1] and "2 for validation; 2 for testing; 0 skipped" in messages[3][1]
     assert len(run.data.validation.speech.utterances) == 2
 
 
@@ -329,8 +329,8 @@ def test_each_stage_fails_before_the_next_one_starts(corpus, tmp_path, monkeypat
 def test_test_manifest_of_a_resumed_run_is_checked_before_training(corpus, tmp_path):
     flags = (*TINY_MODEL, *QUICK, *corpus.flags(), *run_folders(tmp_path))
     train(build_run(begin_run([*flags, "--max_steps", "1"])))
-    said = start_error(DataError, *flags, "--resume", "auto", "--test_manifest", str(tmp_path / "gone.jsonl"))
-    assert "--test_manifest" in said
+    message = start_error(DataError, *flags, "--resume", "auto", "--test_manifest", str(tmp_path / "gone.jsonl"))
+    assert "--test_manifest" in message
     assert read_checkpoint(tmp_path / "checkpoints" / "checkpoint_last.pt").step == 1
     assert "rejected_before.jsonl" not in os.listdir(tmp_path / "runs" / "default")
 

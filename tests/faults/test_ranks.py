@@ -37,9 +37,9 @@ from tests.faults.under_torchrun import (
     run_ranks,
     train_undisturbed,
 )
+from tests.fork_server import ROOT, Fork, Job, fork_server
 from tests.invariants.ranks import environments_of
-from tests.patience import PATIENCE
-from tests.warm import ROOT, Fork, Job, warm_parent
+from tests.timeouts import PROCESS_TIMEOUT
 
 TWO = Topology(rank=0, world_size=2, local_rank=0, local_world_size=2)
 
@@ -48,8 +48,8 @@ TWO = Topology(rank=0, world_size=2, local_rank=0, local_world_size=2)
 def test_run_with_a_killed_and_restarted_rank_equals_undisturbed_run(is_cold, corpus, tmp_path):
     killed = RankRun(corpus, tmp_path / "killed", steps=8, is_cold=is_cold)
     assert len(kill_ranks(killed, 1, random.Random(2))) == 1  # during training
-    said = (tmp_path / "killed" / "output.txt").read_text(encoding="utf-8")
-    assert said.count("not responding") == 1
+    output = (tmp_path / "killed" / "output.txt").read_text(encoding="utf-8")
+    assert output.count("not responding") == 1
     assert rank_run_differences(killed, train_undisturbed(RankRun(corpus, tmp_path / "undisturbed", steps=8))) == []
 
 
@@ -60,8 +60,8 @@ def test_sharded_ranks_then_one_process_equal_a_single_process_run(tmp_path):
     flags += ("--test_manifest", broken.manifest("test"), "--test_decode", "greedy", "--num_workers", "1")
     checked(run_trainer(*flags, *run_folders(tmp_path / "one"), "--max_steps", "9"))
     shared = (*flags, *run_folders(tmp_path / "ranks"), "--resume", "auto")
-    said = run_ranks(tmp_path / "output.txt", 2, *shared, "--max_steps", "4", "--shard", "always")
-    assert said.count("Skipped: ") == 1 and said.count('"test_wer"') == 1
+    output = run_ranks(tmp_path / "output.txt", 2, *shared, "--max_steps", "4", "--shard", "always")
+    assert output.count("Skipped: ") == 1 and output.count('"test_wer"') == 1
     assert len(read_log(tmp_path / "ranks", "validation")[0]["rank_peaks_mib"]) == 2
     checked(run_trainer(*shared, "--max_steps", "9"))
     for kind, name in (("step", "loss"), ("validation", "loss"), ("validation", "cer"), ("step", "tokens")):
@@ -84,12 +84,14 @@ def corpus_with_broken_recording(directory: Path) -> Corpus:
 def test_sharded_run_restarts_with_smaller_micro_batches_after_oom(corpus, tmp_path):
     run = RankRun(corpus, tmp_path, sharded=True, steps=1)
     flags = (*run.flags(), "--batch_size", "4")
-    said = run_ranks(tmp_path / "output.txt", 2, *flags, restarts=2, before=limit_memory_of_rank_1)
-    sizes = re.findall(r"Out of memory at (.*) \(the test's memory is full\) with weights sharded over the ranks", said)
+    output = run_ranks(tmp_path / "output.txt", 2, *flags, restarts=2, before=limit_memory_of_rank_1)
+    sizes = re.findall(
+        r"Out of memory at (.*) \(the test's memory is full\) with weights sharded over the ranks", output
+    )
     assert len(sizes) > 1 and len(sizes) == len(set(sizes)), sizes  # each size is reported once
     assert [record["step"] for record in read_log(tmp_path)] == [1]
     assert (tmp_path / "checkpoints" / "did_not_fit_1.json").is_file()
-    assert 'Traceback (most recent call last):\n  File "/tmp' not in said
+    assert 'Traceback (most recent call last):\n  File "/tmp' not in output
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class RankSetup:
         """Start the rank; other sources need a new interpreter without imports."""
         if self.sources == ROOT:
             nothing = Path(os.devnull)
-            return warm_parent().start(
+            return fork_server().start(
                 Job(ROOT / TRAINER, self.flags, nothing, errors, self.folder, environment, threads=1)
             )
         own = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "PYTHONPATH": str(self.sources)}
@@ -127,10 +129,10 @@ def output_of_rejected_ranks(setups: Sequence[RankSetup]) -> str:
         errors = [Path(folder, str(rank)) for rank in range(len(setups))]
         each = zip(setups, environments_of(len(setups)), errors, strict=True)
         ranks = [place.start(environment | ONE_RANK_PER_MACHINE, file) for place, environment, file in each]
-        codes = [rank.wait(PATIENCE) for rank in ranks]
-        said = "".join(file.read_text(encoding="utf-8") for file in errors)
-    assert codes == [2] * len(ranks), said
-    return said
+        codes = [rank.wait(PROCESS_TIMEOUT) for rank in ranks]
+        output = "".join(file.read_text(encoding="utf-8") for file in errors)
+    assert codes == [2] * len(ranks), output
+    return output
 
 
 def make_rank_setups(what: str, corpus: Corpus, folder: Path) -> list[RankSetup]:
@@ -154,9 +156,9 @@ def make_rank_setups(what: str, corpus: Corpus, folder: Path) -> list[RankSetup]
 
 @pytest.mark.parametrize("what", ["flags", "code", "data"])
 def test_differing_ranks_are_all_rejected_with_one_message(what, corpus, tmp_path):
-    said = output_of_rejected_ranks(make_rank_setups(what, corpus, tmp_path))
-    assert said.count(f"rank 1 has different {what} than rank 0") == 1
-    assert said.count("The ranks disagree") == 1 and "Traceback" not in said
+    output = output_of_rejected_ranks(make_rank_setups(what, corpus, tmp_path))
+    assert output.count(f"rank 1 has different {what} than rank 0") == 1
+    assert output.count("The ranks disagree") == 1 and "Traceback" not in output
     assert not list(tmp_path.glob("checkpoints/*.pt"))
 
 

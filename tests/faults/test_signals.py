@@ -15,9 +15,9 @@ from konkanivani.training import validation as evaluation
 from konkanivani.training.interruption import PATIENCE
 from konkanivani.training.loop import train
 from tests.conftest import ROOT, TINY_MODEL, read_log, run_folders
-from tests.faults.killing import differences_from_undisturbed
 from tests.faults.long_run import LongRun, processes_in_group
-from tests.faults.signalling import (
+from tests.faults.repeated_kills import differences_from_undisturbed
+from tests.faults.signals import (
     HangingCall,
     IgnoredSighup,
     remaining_processes,
@@ -32,8 +32,8 @@ from tests.faults.signalling import (
     stop_during_hanging_rehearsal,
     stop_while_workers_hang,
 )
-from tests.starts import begin_run
-from tests.warm import warm_parent
+from tests.fork_server import fork_server
+from tests.run_setup import begin_run
 
 
 @pytest.fixture(scope="module")
@@ -151,9 +151,9 @@ interruption.end_training()
 
 
 def test_signal_after_training_exits_at_once_and_an_earlier_one_is_handled():
-    after = warm_parent().run_program(AFTER_TRAINING, "after")
+    after = fork_server().run_program(AFTER_TRAINING, "after")
     assert (after.returncode, after.stdout) == (128 + signal.SIGTERM, "") and "--resume auto" in after.stderr
-    before = warm_parent().run_program(AFTER_TRAINING, "before")
+    before = fork_server().run_program(AFTER_TRAINING, "before")
     assert before.stdout == "lives\n" and "Interrupted: Stopped by a signal" in before.stderr
 
 
@@ -172,7 +172,7 @@ def test_signal_during_a_onednn_product_does_not_corrupt_memory():
     for mode, codes in (("run_script", (0,)), ("--bare", broken)):
         if mode == "--bare" and not is_onednn_clobbering_its_stack():
             pytest.skip("the negative control needs a oneDNN before 3.11.2 with AVX2 or more")
-        process = warm_parent().run(ROOT / "tests" / "faults" / "signal_storm.py", mode)
+        process = fork_server().run(ROOT / "tests" / "faults" / "signal_storm.py", mode)
         assert process.returncode in codes, process.stdout + process.stderr
 
 
@@ -181,6 +181,6 @@ def is_onednn_clobbering_its_stack() -> bool:
 
     A signal handler then overwrites the heap.
     """
-    found = re.search(r"MKL-DNN v([0-9.]+)", torch.__config__.show())
-    version = tuple(map(int, found[1].split("."))) if found else (99,)
+    match = re.search(r"MKL-DNN v([0-9.]+)", torch.__config__.show())
+    version = tuple(map(int, match[1].split("."))) if match else (99,)
     return version < (3, 11, 2) and torch.backends.cpu.get_cpu_capability().startswith("AVX")

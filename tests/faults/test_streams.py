@@ -14,8 +14,8 @@ from konkanivani.checkpoints.checkpointer import LAST
 from tests.conftest import ROOT, TRAINER, mark_full, run_folders, script_command
 from tests.faults.process_start import close_streams, forbid_torch_import
 from tests.faults.small_run import SMALL_MODEL
-from tests.patience import PATIENCE
-from tests.warm import DEV_NULL, Job, WarmParent, warm_parent
+from tests.fork_server import DEV_NULL, ForkServer, Job, fork_server
+from tests.timeouts import PROCESS_TIMEOUT
 
 EXIT_CODES = ("0 done", "2 usage", "3 data", "4 checkpoint", "5 numerics", "6 resources", "130 ", "143 ")
 ALL = "<&- >&- 2>&-"
@@ -30,15 +30,15 @@ def run_with_closed_streams(closed: str, *command: str, cwd: Path = ROOT) -> sub
 
 
 @pytest.fixture(scope="module")
-def light_parent() -> Iterator[WarmParent]:
+def light_parent() -> Iterator[ForkServer]:
     """Yield a process that has imported only the flag parsing modules of the scripts."""
-    parent = WarmParent(("numpy", "tyro", "tyro._backends._tyro_backend"))
+    parent = ForkServer(("numpy", "tyro", "tyro._backends._tyro_backend"))
     yield parent
     parent.close()
 
 
 def run_without_torch(
-    light_parent: WarmParent,
+    light_parent: ForkServer,
     script: Path,
     *arguments: str,
     closed: tuple[int, ...] = (),
@@ -131,7 +131,7 @@ def test_run_with_closed_streams_trains_and_saves(corpus, tmp_path):
     flags = (*SMALL_MODEL, *corpus.flags(), "--max_steps", "2", "--save_steps", "1", "--num_workers", "0")
     closed = partial(close_streams, 0, 1, 2)
     job = Job(ROOT / TRAINER, (*flags, *run_folders(tmp_path)), DEV_NULL, threads=1, before=closed)
-    assert warm_parent().start(job).wait(PATIENCE) == 0
+    assert fork_server().start(job).wait(PROCESS_TIMEOUT) == 0
     assert read_checkpoint(tmp_path / "checkpoints" / LAST).step == 2
     files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert not any(b"utterances a step" in file for file in files)  # first line of the trainer

@@ -22,10 +22,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.models.front_end import FrontEnd
 from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, read_log, run_folders, start_cold
-from tests.faults.resuming import run_differences
+from tests.faults.resumed_runs import run_differences
+from tests.fork_server import Fork, Job, fork_server
 from tests.invariants.ranks import environments_of
-from tests.patience import PATIENCE
-from tests.warm import Fork, Job, warm_parent
+from tests.timeouts import PROCESS_TIMEOUT
 
 STEPS = 60
 SAVE_STEPS = 2
@@ -46,13 +46,13 @@ def run_ranks(
             Job(ROOT / TRAINER, arguments, output, environment=environment | variables, threads=1, before=before)
             for environment in environments_of(world_size)
         ]
-        ranks = [warm_parent().start(job) for job in jobs]
-        codes = [rank.wait(PATIENCE) for rank in ranks]
+        ranks = [fork_server().start(job) for job in jobs]
+        codes = [rank.wait(PROCESS_TIMEOUT) for rank in ranks]
         if not any(codes):
             break
-    said = output.read_text(encoding="utf-8")
-    assert codes == [0] * world_size, said
-    return said
+    message = output.read_text(encoding="utf-8")
+    assert codes == [0] * world_size, message
+    return message
 
 
 def limit_memory_of_rank_1() -> None:
@@ -80,7 +80,7 @@ def kill_all(agent: Agent) -> None:
 
 def rank_pids(agent: Agent) -> dict[int, int]:
     """Return the process ids of torchrun's living ranks, by local rank."""
-    found = {}
+    values = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
@@ -88,8 +88,8 @@ def rank_pids(agent: Agent) -> dict[int, int]:
             names += [(folder / "comm").read_bytes()] if parent == agent.pid else []
         except (OSError, IndexError):  # it just ended
             continue
-        found |= {int(name.partition(b"=")[2]): int(folder.name) for name in names if name.startswith(b"LOCAL_RANK=")}
-    return found
+        values |= {int(name.partition(b"=")[2]): int(folder.name) for name in names if name.startswith(b"LOCAL_RANK=")}
+    return values
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class RankRun:
         output = self.directory / "output.txt"
         self.directory.mkdir(parents=True, exist_ok=True)
         if not self.is_cold:
-            return warm_parent().start(Job(Path(__file__), (str(restarts), *self.flags()), output, threads=1))
+            return fork_server().start(Job(Path(__file__), (str(restarts), *self.flags()), output, threads=1))
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
         script = ["--max-restarts", str(restarts), str(ROOT / TRAINER), *self.flags()]
         return start_cold([*torchrun, *script], output, threads=1)
@@ -141,7 +141,7 @@ def kill_ranks(run: RankRun, kills: int, draw: random.Random) -> list[str]:
     try:
         for number in range(kills):
             before = run.last_logged_step()
-            until = time.monotonic() + PATIENCE
+            until = time.monotonic() + PROCESS_TIMEOUT
             while len(ranks := rank_pids(process)) < 2 and process.poll() is None:
                 assert time.monotonic() < until, "the ranks were not started again"
                 time.sleep(0.02)
@@ -157,7 +157,7 @@ def kill_ranks(run: RankRun, kills: int, draw: random.Random) -> list[str]:
             os.kill(ranks[rank], signal.SIGKILL)
             where.append(f"rank {rank} {'while starting' if starting else 'while training'}")
             _wait_for_exit(set(ranks.values()), process)
-        code = process.wait(PATIENCE)
+        code = process.wait(PROCESS_TIMEOUT)
         assert code == 0, (run.directory / "output.txt").read_text()[-3000:]
     finally:
         kill_all(process)
@@ -165,7 +165,7 @@ def kill_ranks(run: RankRun, kills: int, draw: random.Random) -> list[str]:
 
 
 def _wait_for_step(run: RankRun, process: Agent, before: int) -> None:
-    until, seen = time.monotonic() + PATIENCE, set()
+    until, seen = time.monotonic() + PROCESS_TIMEOUT, set()
     while process.poll() is None and not (seen and run.last_logged_step() not in seen | {before}):
         assert time.monotonic() < until, "no step was made"
         seen.add(run.last_logged_step())
@@ -173,7 +173,7 @@ def _wait_for_step(run: RankRun, process: Agent, before: int) -> None:
 
 
 def _wait_for_exit(pids: set[int], process: Agent) -> None:
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + PROCESS_TIMEOUT
     while process.poll() is None and pids & set(rank_pids(process).values()):
         assert time.monotonic() < until, "the other rank did not end"
         time.sleep(0.05)
@@ -181,10 +181,10 @@ def _wait_for_exit(pids: set[int], process: Agent) -> None:
 
 def rank_run_differences(run: RankRun, undisturbed: RankRun) -> list[str]:
     """Return every difference between weights, optimizers, counters and logged losses, as sentences."""
-    found = run_differences(undisturbed.directory, run.directory)
+    result = run_differences(undisturbed.directory, run.directory)
     if [record["step"] for record in read_log(run.directory)] != list(range(1, run.steps + 1)):
-        found.append("the log does not hold each step once")
-    return found
+        result.append("the log does not hold each step once")
+    return result
 
 
 def train_as_rank(arguments: list[str]) -> None:

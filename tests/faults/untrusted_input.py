@@ -18,7 +18,7 @@ from konkanivani.checkpoints.averaging import NamedCheckpoint, average_checkpoin
 from konkanivani.checkpoints.checkpoint import read_checkpoint
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.recipe.build import build_run
-from tests.starts import begin_run
+from tests.run_setup import begin_run
 
 ROOT_OF_ZIP = "archive"
 

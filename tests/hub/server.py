@@ -111,10 +111,10 @@ class Handler(BaseHTTPRequestHandler):
         self.server.requests.append(f"{self.command} {path}")
         if self.server.is_proxy:
             return self._send(200, b"<html>Please log in to the network</html>", {"Content-Type": "text/html"})
-        if found := RESOLVE.fullmatch(path):
-            name, revision, file = found.groups()
-        elif found := API.fullmatch(path):
-            _, name, _, revision, file = found.groups()
+        if result := RESOLVE.fullmatch(path):
+            name, revision, file = result.groups()
+        elif result := API.fullmatch(path):
+            _, name, _, revision, file = result.groups()
         else:
             return self._send_error(404, "")
         repository = self.server.repositories.get(name)
@@ -165,7 +165,7 @@ class Handler(BaseHTTPRequestHandler):
             return self._stall(data, headers)
         if fault == "cut" and self.command == "GET":
             return self._cut_connection(data, headers)
-        start = int((found := re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))) and found[1] or 0)
+        start = int((match := re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))) and match[1] or 0)
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
         self._send(206 if start else 200, data[start:], headers)

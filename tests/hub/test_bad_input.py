@@ -111,9 +111,9 @@ def test_proxy_login_page_in_place_of_files_is_rejected(hub: Hub, cache: Path, m
     listing = Remote.listing
 
     def list_then_proxy(self: Remote) -> object:
-        found = listing(self)
+        result = listing(self)
         hub.is_proxy = True
-        return found
+        return result
 
     monkeypatch.setattr(Remote, "listing", list_then_proxy)
     assert_rejected(ResourceError, "failed")

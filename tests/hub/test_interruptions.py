@@ -15,7 +15,7 @@ from konkanivani.hub import MARKER, RemoteFile, Repository
 from konkanivani.models.hub import locate_model
 from tests.conftest import ROOT
 from tests.hub.server import Hub, git_id
-from tests.patience import PATIENCE
+from tests.timeouts import PROCESS_TIMEOUT
 
 NAME = "someone/whisper-small"
 WEIGHTS = "model.safetensors"
@@ -63,7 +63,9 @@ locate_model("someone/whisper-small", None, "whisper")
 def kill_before_verification(hub: Hub) -> None:
     """Download weights with wrong content in a process that is killed by SIGKILL before it verifies them."""
     hub.repositories[NAME].faults[WEIGHTS] = "content"
-    done = subprocess.run([sys.executable, "-c", KILLED_BEFORE_VERIFICATION], cwd=ROOT, timeout=PATIENCE, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_BEFORE_VERIFICATION], cwd=ROOT, timeout=PROCESS_TIMEOUT, check=False
+    )
     assert done.returncode == -signal.SIGKILL
 
 

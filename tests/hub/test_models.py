@@ -127,9 +127,13 @@ def test_single_nemo_file_is_located(hub: Hub, cache: Path) -> None:
 def test_missing_cached_files_are_downloaded(hub: Hub, cache: Path) -> None:
     first = locate_model(NAME, None, "whisper")
     for name in ("preprocessor_config.json", "tokenizer.json", "vocab.json"):
-        (first.path / name).unlink(missing_ok=True)
+        if (first.path / name).exists():
+            (first.path / name).resolve().unlink()  # the content; the name in the snapshot is a link to it
+            (first.path / name).unlink()
+    before = len(hub.downloads())
     for revision in (None, first.commit):
         read_pretrained(NAME, revision).vocabulary(PretrainedConfig(language="mr"))
+    assert sorted(hub.downloads()[before:]) == ["preprocessor_config.json", "vocab.json"]
 
 
 def write_files(folder: Path, files: dict[str, bytes]) -> Path:

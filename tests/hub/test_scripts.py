@@ -11,11 +11,11 @@ from konkanivani.checkpoints.checkpoint import read_checkpoint, read_provenance
 from konkanivani.flags import config_from_text
 from konkanivani.models.hub import locate_model
 from tests.conftest import Corpus, mark_full, run_folders, run_script, start_script
+from tests.fork_server import ROOT
 from tests.hub.conftest import TOKEN
 from tests.hub.server import Hub, Repository
 from tests.nemo.files import FOLDER
-from tests.patience import PATIENCE
-from tests.warm import ROOT
+from tests.timeouts import PROCESS_TIMEOUT
 
 NAME = "someone/whisper-small"
 TRAIN = "training_scripts/train_konkanivani_asr.py"
@@ -118,9 +118,9 @@ def test_signal_during_download_leaves_no_partial_file(
     (tmp_path / "a.wav").write_bytes(b"RIFF")
     flags = ("--pretrained", NAME, "--language", "mr", "--device", "cpu", str(tmp_path / "a.wav"))
     process = start_script("training_scripts/transcribe.py", *flags, output=tmp_path / "output")
-    assert hub.has_stalled.wait(PATIENCE)
+    assert hub.has_stalled.wait(PROCESS_TIMEOUT)
     os.kill(process.pid, stop)
-    assert process.wait(PATIENCE) in (128 + stop, -stop)
+    assert process.wait(PROCESS_TIMEOUT) in (128 + stop, -stop)
     words = (tmp_path / "output").read_text()
     assert TOKEN not in words and "Traceback" not in words
     assert not list(cache.rglob("model.safetensors")) and not list(cache.rglob("*.incomplete"))

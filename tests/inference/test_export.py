@@ -37,7 +37,7 @@ from konkanivani.models.architecture import HybridArchitecture
 from konkanivani.models.front_end import LogMel, described
 from konkanivani.ops.passes import optimize
 from tests.conftest import ROOT, WORDS, Corpus, checked, run_script, speak
-from tests.patience import PATIENCE
+from tests.timeouts import PROCESS_TIMEOUT
 
 FRAMING = Framing(FeatureConfig())
 OLDER = LEGACY_DEFAULTS.features  # the features that bundles of the first format describe
@@ -138,14 +138,18 @@ class TestBundle:
     def test_bundle_reads_back_equal(self, shape, tmp_path):
         wanted = dataclasses.replace(speech_model_of_shape(shape), longest_seconds=12.5, digits="spell")
         (tmp_path / "a").write_bytes(bundle_bytes(wanted))
-        found = read_bundle(tmp_path / "a", CPU)
-        assert found.model.config == shape and not found.model.training
-        assert (found.tokenizer.model, found.longest_seconds, found.digits) == (wanted.tokenizer.model, 12.5, "spell")
-        weights = found.model.state_dict()
+        result = read_bundle(tmp_path / "a", CPU)
+        assert result.model.config == shape and not result.model.training
+        assert (result.tokenizer.model, result.longest_seconds, result.digits) == (
+            wanted.tokenizer.model,
+            12.5,
+            "spell",
+        )
+        weights = result.model.state_dict()
         assert weights.keys() == wanted.model.state_dict().keys()
         assert all(torch.equal(weights[name], tensor) for name, tensor in wanted.model.state_dict().items())
-        check_bundle(found, wanted, tmp_path / "a")
-        (tmp_path / "b").write_bytes(bundle_bytes(found))
+        check_bundle(result, wanted, tmp_path / "a")
+        (tmp_path / "b").write_bytes(bundle_bytes(result))
         assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
         assert sorted(tmp_path.iterdir()) == [tmp_path / "a", tmp_path / "b"]
 
@@ -362,24 +366,24 @@ class TestFeatures:
 
     def test_features_equal_their_definition(self):
         waveform = spoken(2.5)
-        found, _ = LogMel(OLDER)(waveform[None], (len(waveform),))
+        result, _ = LogMel(OLDER)(waveform[None], (len(waveform),))
         wanted = torch.from_numpy(self.by_definition(waveform.double().numpy()))
-        assert float((found[0] - wanted).abs().max()) < 1e-3
+        assert float((result[0] - wanted).abs().max()) < 1e-3
         other = torch.from_numpy(self.by_definition(waveform.double().numpy(), symmetric_window=True))
-        assert float((found[0] - other).abs().max()) > 1e-2
+        assert float((result[0] - other).abs().max()) > 1e-2
 
     @pytest.mark.parametrize("seconds", [0.3, 0.5, 2.5, 6.01])
     def test_matrix_features_equal_fft_features(self, seconds):
         """Bins 50 dB below the loudest are excluded: the single-precision FFT is inaccurate there."""
         log_mel, waveform = LogMel(OLDER), spoken(seconds)
         wanted, lengths = log_mel(waveform[None], (len(waveform),))
-        found = MatrixLogMel(log_mel)(waveform[None], torch.tensor(lengths))
+        result = MatrixLogMel(log_mel)(waveform[None], torch.tensor(lengths))
         power = log_mel.power(waveform[None]).transpose(1, 2)
         is_loud = power > 1e-5 * power.amax(dim=2, keepdim=True)
-        assert found.shape == wanted.shape and is_loud.double().mean() > 0.3
-        assert float((found - wanted)[is_loud].abs().max()) < 1e-4
+        assert result.shape == wanted.shape and is_loud.double().mean() > 0.3
+        assert float((result - wanted)[is_loud].abs().max()) < 1e-4
         exact = torch.from_numpy(self.by_definition(waveform.double().numpy()))
-        assert float((found[0] - exact).abs().max()) < 2 * float((wanted[0] - exact).abs().max()) + 1e-5
+        assert float((result[0] - exact).abs().max()) < 2 * float((wanted[0] - exact).abs().max()) + 1e-5
 
     def test_features_of_silence_are_zero(self):
         silence = torch.zeros(1, 8000)
@@ -415,16 +419,16 @@ class TestOnnx:
     @pytest.mark.parametrize("samples", [1472, 1600, 2111, 2112, 2433, 9999, 16_000, 80_001, 320_003, 960_000])
     def test_onnx_log_probabilities_equal_the_model_at_any_length(self, speech_model, onnx_model, samples):
         waveform = spoken(samples / 16_000, seed=samples)
-        found, lengths = onnx_model.log_probabilities(waveform[None], (samples,))
+        result, lengths = onnx_model.log_probabilities(waveform[None], (samples,))
         wanted = self.wanted(speech_model, waveform)
         assert lengths == (len(wanted),) == (subsampled_length(FRAMING.feature_length(samples)),)
-        assert float((found[0, : len(wanted)] - wanted).abs().max()) < 1e-3
+        assert float((result[0, : len(wanted)] - wanted).abs().max()) < 1e-3
 
     @pytest.mark.parametrize("samples", [0, 1, 399, 1471])
     def test_too_short_waveform_gives_no_text_and_affects_no_other(self, onnx_model, samples):
         waveforms = torch.stack([spoken(1.0), spoken(1.0, seed=1)])
-        found, lengths = onnx_model.log_probabilities(waveforms[:1, :samples], (samples,))
-        assert lengths == (0,) and found.isfinite().all()
+        result, lengths = onnx_model.log_probabilities(waveforms[:1, :samples], (samples,))
+        assert lengths == (0,) and result.isfinite().all()
         assert onnx_model.recognize(waveforms[:1, :samples], (samples,)) == [""]
         alone = onnx_model.recognize(waveforms[1:], (16_000,))
         assert alone != [""] and onnx_model.recognize(waveforms, (samples, 16_000)) == ["", *alone]
@@ -445,10 +449,10 @@ class TestOnnx:
         other = speech_model_of_shape(dataclasses.replace(SHAPE, encoder_type="transformer"))
         waveform = spoken(2.0)
         with torch.no_grad():
-            found, lengths = RecognitionGraph(other)(waveform[None], torch.tensor([len(waveform)]))
+            result, lengths = RecognitionGraph(other)(waveform[None], torch.tensor([len(waveform)]))
         wanted = self.wanted(other, waveform)
         assert lengths.tolist() == [len(wanted)]
-        assert float((found[0, : len(wanted)] - wanted).abs().max()) < 1e-3
+        assert float((result[0, : len(wanted)] - wanted).abs().max()) < 1e-3
 
     def test_onnx_file_has_all_metadata_and_no_local_paths(self, onnx_model, onnx_bytes, speech_model):
         about = onnx_model.session.get_modelmeta().custom_metadata_map
@@ -472,14 +476,14 @@ class TestOnnx:
     def test_int8_probabilities_are_close_to_float32(self, onnx_bytes, onnx_model, speech_model, tmp_path):
         path = tmp_path / "int8.onnx"
         path.write_bytes(quantize(onnx_bytes))
-        found = read_onnx(path)
-        assert found.token_texts == onnx_model.token_texts
-        check_onnx(found, speech_model, path, math.inf)
+        result = read_onnx(path)
+        assert result.token_texts == onnx_model.token_texts
+        check_onnx(result, speech_model, path, math.inf)
         with pytest.raises(NumericsError, match="probabilities differ by up to"):
-            check_onnx(found, speech_model, path, 1e-6)
+            check_onnx(result, speech_model, path, 1e-6)
         waveforms, lengths = check_signal()
         own, _ = onnx_model.log_probabilities(waveforms[2:], lengths[2:])
-        eight, _ = found.log_probabilities(waveforms[2:], lengths[2:])
+        eight, _ = result.log_probabilities(waveforms[2:], lengths[2:])
         assert 0 < float((own.exp() - eight.exp()).abs().mean()) < 0.01
         operators = [node.op_type for node in importlib.import_module("onnx").load(path).graph.node]
         assert "MatMulInteger" in operators or "DynamicQuantizeMatMul" in operators
@@ -520,7 +524,7 @@ def test_documentation_example_transcribes_like_the_model(speech_model, onnx_byt
     soundfile.write(tmp_path / "recording.flac", waveform.numpy(), 16_000, subtype="PCM_24")
     (tmp_path / "example.py").write_text(example + "\nimport sys; assert 'torch' not in sys.modules\n")
     command, options = [sys.executable, "-I", "example.py"], {"capture_output": True, "text": True}
-    done = checked(subprocess.run(command, cwd=tmp_path, timeout=PATIENCE, **options))
+    done = checked(subprocess.run(command, cwd=tmp_path, timeout=PROCESS_TIMEOUT, **options))
     assert done.stdout.strip() == recognize_with(speech_model)(waveform[None], (len(waveform),))[0] != ""
 
 

@@ -18,7 +18,7 @@ from konkanivani.inference.recognizer import STABLE_SECONDS, Recognizer, build_r
 from konkanivani.inference.segmentation import TICK_SAMPLES, CausalSegmenter, build_segmentation
 from konkanivani.inference.word_times import EmissionDelay
 from konkanivani.scoring.metrics import error_rates
-from tests.trained import tones
+from tests.trained_model import tones
 
 SENTENCES = (("एक", "दोन", "तीन"), ("उदक", "घर", "शाळा", "बाजार"), ("आवय", "चार"))
 
@@ -62,20 +62,20 @@ def recording_at_rate(rate: int) -> np.ndarray:
 
 @pytest.mark.parametrize("block", [160, 1_601, 48_000, 10**6])
 def test_finals_equal_the_recognizer_for_any_block_size(trained, block):
-    found = finals(listen(trained.recognizer, recording(), block))
+    actual = finals(listen(trained.recognizer, recording(), block))
     expected = recognize_segments(trained.recognizer, recording())
-    assert [final.words for final in found] == expected
-    assert len(found) == len(SENTENCES)
+    assert [final.words for final in actual] == expected
+    assert len(actual) == len(SENTENCES)
     references = [" ".join(words) for words in SENTENCES]
-    assert error_rates(references, [final.text for final in found]).cer < 0.2
+    assert error_rates(references, [final.text for final in actual]).cer < 0.2
     # Negative control: other samples give other words.
     assert [final.words for final in finals(listen(trained.recognizer, recording()[24_000:], block))] != expected
 
 
 def test_blocks_of_one_sample_give_the_same_finals(trained):
     samples = recording()[:20_000]
-    found = finals(listen(trained.recognizer, samples, 1))
-    assert found and [final.words for final in found] == recognize_segments(trained.recognizer, samples)
+    result = finals(listen(trained.recognizer, samples, 1))
+    assert result and [final.words for final in result] == recognize_segments(trained.recognizer, samples)
 
 
 @pytest.mark.parametrize("rate", [8_000, 11_025, 44_100, 48_000])
@@ -83,13 +83,13 @@ def test_finals_equal_the_recognizer_at_any_sample_rate(trained, rate):
     samples = recording_at_rate(rate)
     expected = recognize_segments(trained.recognizer, samples, rate)
     for block in (777, 3 * rate):
-        found = finals(listen(trained.recognizer, samples, block, rate))
-        assert [final.text for final in found] == [" ".join(word.text for word in words) for words in expected]
-        starts = [word.start for final in found for word in final.words]
+        actual = finals(listen(trained.recognizer, samples, block, rate))
+        assert [final.text for final in actual] == [" ".join(word.text for word in words) for words in expected]
+        starts = [word.start for final in actual for word in final.words]
         assert starts == pytest.approx([word.start for words in expected for word in words], abs=0.05)
     # Negative control: the rate matters.
     wrong = finals(listen(trained.recognizer, samples, 777, 2 * rate))
-    assert [final.text for final in wrong] != [final.text for final in found]
+    assert [final.text for final in wrong] != [final.text for final in actual]
 
 
 @pytest.mark.parametrize("block", [160, 3_000])
@@ -116,8 +116,8 @@ def test_int16_stereo_gives_the_same_finals_as_mono_float(trained):
     samples = recording()
     stereo = np.stack([samples, samples], axis=1)
     expected = [final.text for final in finals(listen(trained.recognizer, samples, 4_000))]
-    found = finals(listen(trained.recognizer, (stereo * 32768).round().astype(np.int16), 4_000))
-    assert [final.text for final in found] == expected
+    actual = finals(listen(trained.recognizer, (stereo * 32768).round().astype(np.int16), 4_000))
+    assert [final.text for final in actual] == expected
 
 
 def test_partials_appear_and_fixed_words_stay_until_the_final(trained):
@@ -233,11 +233,11 @@ def test_speech_without_pause_is_joined_from_cut_pieces(trained):
     words = tuple(itertools.chain.from_iterable(SENTENCES)) * 2
     spoken = tones(words)
     recognizer = dataclasses.replace(trained.recognizer, segmentation=build_segmentation(3.0, 0.4))
-    found = finals(listen(recognizer, spoken, 1_600))
-    assert len(found) > 2
-    assert [final.words for final in found] == recognize_segments(recognizer, spoken)
+    result = finals(listen(recognizer, spoken, 1_600))
+    assert len(result) > 2
+    assert [final.words for final in result] == recognize_segments(recognizer, spoken)
     whole = trained.recognizer.transcribe(spoken).text
-    assert error_rates([whole], [" ".join(final.text for final in found)]).wer <= 0.2
+    assert error_rates([whole], [" ".join(final.text for final in result)]).wer <= 0.2
 
 
 def test_passes_replaced_within_a_block_are_skipped(trained, monkeypatch):

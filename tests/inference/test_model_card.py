@@ -47,7 +47,7 @@ from konkanivani.models.whisper.export import read_pretrained_whisper
 from konkanivani.rules import settings_of
 from tests.conftest import Corpus as Manifests
 from tests.conftest import checked, run_folders, run_script, run_trainer, write_corpus
-from tests.warm import warm_parent
+from tests.fork_server import fork_server
 from tests.whisper.small_model import write_model
 
 huggingface_hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
@@ -135,16 +135,16 @@ class TestNative:
 
     def test_exported_folder_transcribes_like_its_checkpoint(self, native, base):
         wanted = load_recognizer(native.checkpoint, device="cpu").transcribe(native.recording)
-        found = load_recognizer(native.folder, device="cpu").transcribe(native.recording)
-        assert found == wanted and found.text
+        transcript = load_recognizer(native.folder, device="cpu").transcribe(native.recording)
+        assert transcript == wanted and transcript.text
         other = load_recognizer(base, device="cpu").transcribe(native.recording)  # negative control
-        assert other.text != found.text
+        assert other.text != transcript.text
 
     def test_metadata_equal_the_recorded_facts(self, native):
-        found = metadata(native.card)
+        output = metadata(native.card)
         scores = [json.loads(line) for line in native.scores.read_text().splitlines()]
-        (entry,) = found.pop("model-index")
-        assert found == {
+        (entry,) = output.pop("model-index")
+        assert output == {
             "language": "kok",
             "license": "cc-by-4.0",
             "library_name": "konkanivani",
@@ -188,7 +188,7 @@ class TestNative:
         text = load_recognizer(exported.folder, device="cpu", language=language).transcribe(exported.recording).text
         (program,) = blocks(exported.card, "python")
         assert len([line for line in program.splitlines() if line]) == 3
-        assert checked(warm_parent().run_program(program, cwd=tmp_path)).stdout.strip() == text.strip()
+        assert checked(fork_server().run_program(program, cwd=tmp_path)).stdout.strip() == text.strip()
         command, training = blocks(exported.card, "sh")
         program, name, *words = shlex.split(command)
         assert (program, name) == ("konkanivani", "transcribe")
@@ -207,8 +207,8 @@ class TestWhisper:
 
     def test_exported_folder_transcribes_like_its_checkpoint(self, whisper):
         wanted = load_recognizer(whisper.checkpoint, device="cpu").transcribe(whisper.recording)
-        found = load_recognizer(whisper.folder, device="cpu", language="mr").transcribe(whisper.recording)
-        assert found.text == wanted.text
+        transcript = load_recognizer(whisper.folder, device="cpu", language="mr").transcribe(whisper.recording)
+        assert transcript.text == wanted.text
         # A transcript of random weights is short, since repetitions are removed: compare all tokens as well.
         texts = []
         for path in (whisper.checkpoint, whisper.folder, whisper.folder.parent / "whisper-base"):
@@ -219,9 +219,9 @@ class TestWhisper:
         assert texts[2] != texts[0]  # negative control
 
     def test_card_states_origin_and_only_known_facts(self, whisper):
-        found = metadata(whisper.card)
+        result = metadata(whisper.card)
         # The prompt language mr is not the language of the speech.
-        assert found == {
+        assert result == {
             "license": "apache-2.0",
             "library_name": "transformers",
             "pipeline_tag": "automatic-speech-recognition",
@@ -249,13 +249,13 @@ def test_training_command_has_the_settings_of_the_checkpoint(kind, request):
     stored = stored_config(exported)
     _, command = blocks(exported.card, "sh")
     _, _, *words = shlex.split(command.replace("\\\n", " "))
-    found = {setting.name: setting.value for setting in settings_of(parse_args(words).config)}
+    values = {setting.name: setting.value for setting in settings_of(parse_args(words).config)}
     for setting in settings_of(stored):
         value = setting.value
         if isinstance(value, str) and os.path.isabs(value):
             value = os.path.basename(value)
         if setting.name not in LOCAL_SETTINGS:
-            assert found[setting.name] == value, setting.name
+            assert values[setting.name] == value, setting.name
     # Negative control: a changed setting changes the command.
     other = dataclasses.replace(stored, run=dataclasses.replace(stored.run, seed=77))
     assert "--seed 77" in training_command(other) and "--seed 77" not in training_command(stored)
@@ -301,8 +301,8 @@ class TestUnknownFacts:
         ):
             text = f"--valid_manifest {manifest!r}\n"
             states = {"progress": {"best_score": score, "epochs_finished": 4}}
-            found = hub_folder._training_facts(dataclasses.replace(checkpoint, config=text, states=states))
-            assert found is not None and found.valid_cer == wanted and found.epochs == 4
+            result = hub_folder._training_facts(dataclasses.replace(checkpoint, config=text, states=states))
+            assert result is not None and result.valid_cer == wanted and result.epochs == 4
 
 
 def test_imported_model_card_states_origin_and_licence_of_its_file(tmp_path):
@@ -345,12 +345,12 @@ def test_hostile_text_cannot_change_metadata_or_markup(text):
         author=AuthorFacts(base_model=text, datasets=(text,)),
     )
     card = model_card(facts)
-    found = metadata(card)
+    result = metadata(card)
     names = {"library_name", "pipeline_tag", "datasets", "tags"}
-    assert set(found) == names | ({"base_model"} if text else set())
-    assert found["datasets"] == [found.get("base_model", "")]
+    assert set(result) == names | ({"base_model"} if text else set())
+    assert result["datasets"] == [result.get("base_model", "")]
     if text in ('a"b\\c', "x: [y, {z: &a *b}]", "कोंकणी\u200dभाषा 😀"):
-        assert found["base_model"] == text
+        assert result["base_model"] == text
     card.encode("utf-8")
     body = re.sub(r"```\w+\n.*?\n```", "", card.split("\n---\n", 1)[1], flags=re.DOTALL)
     assert "<script>" not in re.sub(r"(`+).*?\1", "", body.replace("\\<", "").replace("\\`", ""))
@@ -369,8 +369,10 @@ def test_code_spans_and_plain_text_are_escaped():
 )
 def test_licences_are_mapped_to_hub_names(identifier, name):
     assert hub_licence(identifier) == name
-    found = metadata(model_card(dataclasses.replace(FACTS, author=AuthorFacts(license=identifier))))
-    assert found["license"] == (name or "other") and (found.get("license_name") == identifier.lower()) == (name is None)
+    result = metadata(model_card(dataclasses.replace(FACTS, author=AuthorFacts(license=identifier))))
+    assert result["license"] == (name or "other") and (result.get("license_name") == identifier.lower()) == (
+        name is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -396,13 +398,13 @@ def test_base_model_in_hub_cache_is_named_with_its_commit(tmp_path):
     base = write_model(place, positions=64)
     (tmp_path / "link").symlink_to(base)
     for path in (base, tmp_path / "link"):
-        found = hub_folder._base_folder_facts(read_pretrained_whisper(path))
-        assert (found.repository, found.commit) == ("openai/whisper-nano", commit)
+        result = hub_folder._base_folder_facts(read_pretrained_whisper(path))
+        assert (result.repository, result.commit) == ("openai/whisper-nano", commit)
     contents = dataclasses.replace(CONTENTS, is_whisper=True)
-    card = model_card(dataclasses.replace(FACTS, base=found, contents=contents))
+    card = model_card(dataclasses.replace(FACTS, base=result, contents=contents))
     assert metadata(card)["base_model"] == "openai/whisper-nano"
     assert f"Initial weights: `openai/whisper-nano` on the hub, commit `{commit}`." in card
-    other = dataclasses.replace(FACTS, base=found, author=AuthorFacts(base_model="goa/whisper"))
+    other = dataclasses.replace(FACTS, base=result, author=AuthorFacts(base_model="goa/whisper"))
     assert metadata(model_card(other))["base_model"] == "goa/whisper"
     # Negative control: a folder of a similar name outside of a cache.
     moved = place.rename(tmp_path / "models--openai--whisper-nano" / "copy")

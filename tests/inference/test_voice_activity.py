@@ -15,7 +15,7 @@ from konkanivani.inference.segmentation import (
     build_segmentation,
 )
 from konkanivani.lengths import SAMPLE_RATE
-from tests.data.test_pieces import cut, noise, syllables, zeros
+from tests.data.test_streamed_audio import cut, noise, syllables, zeros
 
 SECONDS = 60
 
@@ -74,9 +74,9 @@ def test_causal_pieces_match_the_offline_segmentation():
     parts = [syllables(2, 1), noise(0.8, 1e-3), syllables(3, 2), noise(0.6, 1e-3), syllables(1.5, 3), noise(1, 1e-3)]
     waveform = torch.cat(parts)
     expected = cut(waveform)
-    found = detect_speech(waveform)
-    assert len(found) == len(expected) == 3
-    for piece, other in zip(found, expected, strict=True):
+    actual = detect_speech(waveform)
+    assert len(actual) == len(expected) == 3
+    for piece, other in zip(actual, expected, strict=True):
         assert abs(piece.start - other.start) < 0.1 and abs(piece.end - other.end) < 0.1
 
 

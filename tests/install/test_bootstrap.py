@@ -48,7 +48,7 @@ from konkanivani.install.packages import (
     read_nvidia_smi,
 )
 from tests.conftest import mark_full
-from tests.patience import PATIENCE
+from tests.timeouts import PROCESS_TIMEOUT
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "training_scripts").glob("[a-z]*.py")) + [
@@ -126,7 +126,7 @@ def run(python: str, arguments: list[str], cwd: Path, **variables: str) -> subpr
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "PYTORCH_", "PYTHON"))}
     environment = kept | {"PIP_CONFIG_FILE": os.devnull, "PYTHONDONTWRITEBYTECODE": "1"} | variables
     return subprocess.run(
-        [python, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE
+        [python, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=PROCESS_TIMEOUT
     )
 
 
@@ -567,7 +567,7 @@ class TestMalloc:
         plain = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
         command = [sys.executable, "-c", program, mode]
         done = subprocess.run(
-            command, cwd=ROOT, env=plain | variables, capture_output=True, text=True, timeout=PATIENCE
+            command, cwd=ROOT, env=plain | variables, capture_output=True, text=True, timeout=PROCESS_TIMEOUT
         )
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.patience import PATIENCE
+from tests.timeouts import PROCESS_TIMEOUT
 
 SCRIPT = "run_training_memory_optimized.sh"
 
@@ -32,7 +32,9 @@ def run_script_with_sighup(checkout: Path, *flags: str, hang_up: signal.Handlers
     environment = {name: value for name, value in os.environ.items() if name != "PET_SIGNALS_TO_HANDLE"} | settings
     before = signal.signal(signal.SIGHUP, hang_up)  # child processes inherit ignored signals, as under nohup
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=True)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=PROCESS_TIMEOUT, check=True
+        )
     finally:
         signal.signal(signal.SIGHUP, before)
     return done.stdout
@@ -57,7 +59,7 @@ def test_torchrun_signals_are_unchanged_without_nohup(checkout):
 
 def trainer_arguments(checkout: Path, *arguments: str) -> list[str]:
     """Run the script and return the arguments of the trainer."""
-    subprocess.run([str(checkout / SCRIPT), *arguments], check=True, capture_output=True, timeout=PATIENCE)
+    subprocess.run([str(checkout / SCRIPT), *arguments], check=True, capture_output=True, timeout=PROCESS_TIMEOUT)
     return (checkout / "arguments.txt").read_text(encoding="utf-8").splitlines()
 
 
@@ -127,7 +129,7 @@ def test_run_of_earlier_version_is_resumed_in_its_folder(checkout):
 @pytest.mark.parametrize("words", [("--help",), ("--help", "all"), ("--epochs", "3", "-h")])
 def test_help_shows_script_examples_and_passes_arguments_to_trainer(checkout, words):
     command = [str(checkout / SCRIPT), *words]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=PROCESS_TIMEOUT)
     usage, _, rest = done.stdout.partition("\n\n ")
     assert usage.startswith("Set up .venv") and "--nproc_per_node 2" in rest and "#" not in done.stdout
     assert max(map(len, done.stdout.splitlines()[:16])) <= 80

@@ -13,9 +13,9 @@ def two_threads() -> Iterator[None]:
     """Use two threads, as on a processor with two cores."""
     torch.set_num_threads(2)
     yield
-    found = torch.get_num_threads()
+    result = torch.get_num_threads()
     torch.set_num_threads(1)
-    assert found == 2, "a step has changed the number of threads"
+    assert result == 2, "a step has changed the number of threads"
 
 
 @pytest.fixture(params=[True, False], ids=["packed", "padded"])

@@ -143,13 +143,24 @@ def weights_after(parts: StepParts, steps: int = 3, dtype: torch.dtype = torch.f
         assert report and not report.is_skipped
     moments = {f"moment {n}": state["exp_avg_sq"] for n, state in enumerate(parts.optimizer.state.values())}
     last = {"loss": torch.tensor(report.loss), "norm": torch.tensor(report.gradient_norm)}
-    found = {**dict(parts.model.named_parameters()), **moments, **last}
-    return {name: tensor.detach().cpu() for name, tensor in found.items()}
+    values = {**dict(parts.model.named_parameters()), **moments, **last}
+    return {name: tensor.detach().cpu() for name, tensor in values.items()}
 
 
 def relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
     """Return the norm of the difference divided by the norm of `one`."""
     return float(((one - other).norm() / one.norm().clamp_min(1e-300)).detach())
+
+
+def max_relative_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Return the largest relative difference between tensors of the same name."""
+    assert one.keys() == other.keys() and one
+    return max(relative_difference(tensor, other[name]) for name, tensor in one.items())
+
+
+def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Return whether the names are equal, and the tensors bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def with_dropout(model: ModelConfig, dropout: float) -> ModelConfig:

@@ -21,11 +21,11 @@ from konkanivani.data.loading import NO_UTTERANCES
 from konkanivani.distributed import ALONE, Topology, process_group, read_topology
 from konkanivani.training.optimizer_state import FullState
 from konkanivani.training.step import StepParts, train_step
+from tests.fork_server import Job, fork_server
 from tests.invariants.failing import ERRORS, fail_at, failing_forward
 from tests.invariants.parts import KINDS, double_parts, global_batch, speeches
-from tests.patience import PATIENCE
 from tests.t5 import parts as t5
-from tests.warm import Job, warm_parent
+from tests.timeouts import PROCESS_TIMEOUT
 
 TEXT_KINDS = {"T5": "full", "T5, LoRA": "LoRA"}  # with the trained part
 
@@ -114,10 +114,10 @@ def train_in_ranks(cases: Sequence[Case], world_size: int, folder: Path) -> list
     listed.write_text(json.dumps([dataclasses.asdict(case) for case in cases]))
     words, output = (str(outcome), str(listed)), folder / "output.txt"
     ranks = [
-        warm_parent().start(Job(Path(__file__), words, output, environment=place, threads=1))
+        fork_server().start(Job(Path(__file__), words, output, environment=place, threads=1))
         for place in environments_of(world_size)
     ]
-    codes = [rank.wait(2 * PATIENCE) for rank in ranks]
+    codes = [rank.wait(2 * PROCESS_TIMEOUT) for rank in ranks]
     assert not any(codes), output.read_text(encoding="utf-8")
     return [Trained(**trained) for trained in torch.load(outcome, weights_only=True)]  # noqa: TID251
 
@@ -127,7 +127,7 @@ def main(outcome: str, listed: str) -> None:
     torch.set_num_threads(1)
     cases = [Case(**case) for case in json.loads(Path(listed).read_text())]
     topology = read_topology()
-    with process_group(topology, PATIENCE):
+    with process_group(topology, PROCESS_TIMEOUT):
         trained = [train_case(case, topology) for case in cases]
     if topology.is_first:
         torch.save([vars(one) for one in trained], outcome)

@@ -19,11 +19,11 @@ PRODUCTS = [getattr(torch.ops.aten, name).default for name in ("addmm", "baddbmm
 
 def train_global_batch(parts: StepParts) -> tuple[list[torch.Tensor], int]:
     """Return the losses, gradients and buffers after a global batch, and its number of matrix products."""
-    cut = global_batch(speeches(4), 2)
+    full_batch = global_batch(speeches(4), 2)
     seed_step(parts.seed, 5)
     parts.model.train()
     with OperationCounter() as calls:
-        sums = [forward_and_backward(parts, batch, loss_counts(cut)) for batch in cut.micro_batches]
+        sums = [forward_and_backward(parts, batch, loss_counts(full_batch)) for batch in full_batch.micro_batches]
     tensors = [tensor for pair in sums for tensor in pair]
     tensors += [p.grad for p in parts.model.parameters()] + list(parts.model.buffers())
     return tensors, sum(calls.counts[product] for product in PRODUCTS)

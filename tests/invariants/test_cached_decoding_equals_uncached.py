@@ -144,13 +144,13 @@ def greedy_without_cache(model: KonkaniVaniASR, encoded: torch.Tensor, length: i
 
 @pytest.mark.parametrize("end", [-4.0, 1.0, 4.0])
 def test_attention_beam_of_one_equals_greedy(end):
-    found = []
+    results = []
     for seed in range(4):
         model, encoded = sharp_model(seed=seed, end=end), random_encoded(LENGTHS, seed)
         greedy = [greedy_without_cache(model, row, length) for row, length in zip(encoded, LENGTHS, strict=True)]
         assert BeamDecode(1, 0.0, 0.0, None, 0.0)(model, encoded, LENGTHS) == greedy
-        found += map(tuple, greedy)
-    assert len(set(found)) > 3
+        results += map(tuple, greedy)
+    assert len(set(results)) > 3
 
 
 def attention_log_probability(model: KonkaniVaniASR, encoded: torch.Tensor, tokens: tuple[int, ...]) -> float:
@@ -216,9 +216,9 @@ def test_wide_beam_equals_brute_force(ctc_weight, length_bonus, language_model_w
         expected = sorted(scored, reverse=True)[:5]
         fused = bigrams if language_model_weight else None
         decode = BeamDecode(200, ctc_weight, length_bonus, fused, language_model_weight)
-        (found,) = decode.search(model, encoded[None], (4,), best=5)
-        assert [hypothesis.tokens for hypothesis in found] == [tokens for _, tokens in expected]
-        for hypothesis, (total, _) in zip(found, expected, strict=True):
+        (actual,) = decode.search(model, encoded[None], (4,), best=5)
+        assert [hypothesis.tokens for hypothesis in actual] == [tokens for _, tokens in expected]
+        for hypothesis, (total, _) in zip(actual, expected, strict=True):
             assert hypothesis.log_probability == pytest.approx(total, abs=1e-5)  # CTC log-probabilities are fp32
 
 
@@ -230,18 +230,18 @@ def test_batch_decoding_equals_decoding_one_by_one(ctc_weight, length_bonus):
         lengths = (19, 3, 31, 12, 1)
         model, encoded = sharp_model(seed=seed, end=2.0), random_encoded(lengths, seed)
         together = decode.search(model, encoded, lengths, best=3)
-        for row, length, found in zip(encoded, lengths, together, strict=True):
+        for row, length, item in zip(encoded, lengths, together, strict=True):
             (alone,) = decode.search(model, row[None, :length], (length,), best=3)
-            assert [h.tokens for h in alone] == [h.tokens for h in found]
-            for one, other in zip(alone, found, strict=True):
+            assert [h.tokens for h in alone] == [h.tokens for h in item]
+            for one, other in zip(alone, item, strict=True):
                 assert one.log_probability == pytest.approx(other.log_probability, rel=1e-9)
 
 
 def test_hypothesis_without_end_token_is_limited_to_frame_count():
     model, encoded = sharp_model(end=-1e4), random_encoded(LENGTHS)
     for decode in ("attention", "joint"):
-        found = decode_of(decode, 3)(model, encoded, LENGTHS)
-        assert all(len(tokens) <= length for tokens, length in zip(found, LENGTHS, strict=True))
+        result = decode_of(decode, 3)(model, encoded, LENGTHS)
+        assert all(len(tokens) <= length for tokens, length in zip(result, LENGTHS, strict=True))
     assert [len(t) for t in decode_of("attention", 1)(model, encoded, LENGTHS)] == [*LENGTHS]
 
 
@@ -251,8 +251,8 @@ def test_model_with_nan_logits_returns_no_tokens():
         model.decoder.output.bias.fill_(math.nan)
         model.ctc_head.bias.fill_(math.nan)
     for decode in ("greedy", "prefix", "attention", "joint"):
-        found = decode_of(decode, 3)(model, encoded, LENGTHS)
-        assert len(found) == len(LENGTHS) and sum(map(len, found)) == 0
+        result = decode_of(decode, 3)(model, encoded, LENGTHS)
+        assert len(result) == len(LENGTHS) and sum(map(len, result)) == 0
 
 
 def test_beam_search_stops_when_no_hypothesis_can_improve():
@@ -267,8 +267,8 @@ def test_beam_search_stops_when_no_hypothesis_can_improve():
 
     model, encoded = sharp_model(end=30.0), random_encoded((40,))
     scorer = Counting(model, encoded, (40,), 4)
-    (found,) = beam_search(Scorers((Weighted(scorer, 1.0),), None, 0.0, 0.0), (40,), 4, 1, encoded.device)
-    assert len(found) == 1 and Counting.calls == len(found[0].tokens) + 1 < 40
+    (result,) = beam_search(Scorers((Weighted(scorer, 1.0),), None, 0.0, 0.0), (40,), 4, 1, encoded.device)
+    assert len(result) == 1 and Counting.calls == len(result[0].tokens) + 1 < 40
 
 
 def validate(parts: StepParts, decode: str) -> None:
@@ -295,8 +295,8 @@ def weights_after(decode: str | None, disturb=lambda parts: None) -> list[torch.
 
 @pytest.mark.parametrize("decode", ["greedy", "prefix", "attention", "joint"])
 def test_validation_does_not_change_the_next_step(decode):
-    expected, found = weights_after(None), weights_after(decode)
-    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    expected, actual = weights_after(None), weights_after(decode)
+    assert all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
 
 
 def test_negative_control_side_effect_of_validation_is_detected():
@@ -304,8 +304,8 @@ def test_negative_control_side_effect_of_validation_is_detected():
         next(parts.model.parameters()).grad = torch.ones_like(next(parts.model.parameters()))
         parts.model.decoder.embedding.weight.data.add_(1e-12)
 
-    expected, found = weights_after(None), weights_after("joint", change_model)
-    assert not all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    expected, actual = weights_after(None), weights_after("joint", change_model)
+    assert not all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
 
 
 def test_decoding_leaves_no_gradient_and_no_module_state():

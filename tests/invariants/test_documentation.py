@@ -22,11 +22,11 @@ from konkanivani.models.architecture import architecture_of
 from konkanivani.models.asr import parameter_count
 from tests.conftest import ROOT, TINY_MODEL, TRAINER, checked, run_script, write_augmentation, write_corpus
 from tests.corpora.test_formats import common_voice
+from tests.fork_server import fork_scripts, fork_server
 from tests.nemo.files import NemoParts, multilingual, write_changed
-from tests.patience import PATIENCE
 from tests.t5.parts import LINES, write_pairs
 from tests.t5.parts import write_folder as write_text_model
-from tests.warm import fork_scripts, warm_parent
+from tests.timeouts import PROCESS_TIMEOUT
 from tests.whisper.small_model import write_model
 
 README, TRAINING, CONTRIBUTING = ROOT / "README.md", ROOT / "docs" / "training.md", ROOT / "CONTRIBUTING.md"
@@ -82,8 +82,8 @@ def blocks(page: Path, language: str) -> list[str]:
 def commands(page: Path, prefix: str = "") -> list[str]:
     """Return the shell commands with this prefix that run here, continuation lines joined."""
     lines = "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
-    found = [re.sub(r"\s+", " ", line).strip() for line in lines if line.strip()]
-    return [line for line in found if line.startswith(prefix) and not any(part in line for part in EXCLUDED)]
+    results = [re.sub(r"\s+", " ", line).strip() for line in lines if line.strip()]
+    return [line for line in results if line.startswith(prefix) and not any(part in line for part in EXCLUDED)]
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def run(command: str, folder: Path, max_steps: int = 1) -> str:
     words += SMALL_BUDGET if script == PLANNER else ()
     if script in (TRAINER, PLANNER) and not {"--resume", "--pretrained", "--checkpoint"} & set(words):
         words += SHAPE if script == TRAINER else SHAPE[:-2]  # the planner plans for a GPU: no --device cpu
-    done = warm_parent().run(ROOT / script, *words, cwd=folder, before=fork_scripts)
+    done = fork_server().run(ROOT / script, *words, cwd=folder, before=fork_scripts)
     assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, f"{command}\n{done}"
     if script == TRAINER:
         summary = json.loads(done.stdout.splitlines()[-1])
@@ -153,7 +153,7 @@ def test_readme_commands_run(folder):
         run(command, folder)
     assert len(list((folder / "subtitles").iterdir())) == len(list((folder / "recordings").iterdir()))
     (program,) = blocks(README, "python")
-    checked(warm_parent().run_program(program, cwd=folder))
+    checked(fork_server().run_program(program, cwd=folder))
 
 
 @pytest.mark.parametrize("page", [page.stem for page in PAGES if commands(page, "python3 ")])
@@ -174,7 +174,7 @@ def test_tensorboard_serves_the_run(folder):
         port = free.getsockname()[1]
     words = [str(program), *shlex.split(command)[1:], "--port", str(port)]
     process = subprocess.Popen(words, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + PROCESS_TIMEOUT
     try:
         while not answers(f"http://127.0.0.1:{port}/data/environment"):
             assert time.monotonic() < until

@@ -73,14 +73,14 @@ def long_functions(files: dict[str, str]) -> list[str]:
 
 def large_dataclasses(files: dict[str, str]) -> list[str]:
     """Return the dataclasses with too many fields that are neither groups of flags nor records."""
-    found = []
+    results = []
     for name, text in files.items():
         for node in ast.walk(ast.parse(text)):
             is_dataclass = isinstance(node, ast.ClassDef) and "dataclass" in map(decorator_name, node.decorator_list)
             if is_dataclass and node.name not in RECORDS and not is_flags(name, node):
                 fields = sum(isinstance(statement, ast.AnnAssign) for statement in node.body)
-                found += [f"{name}:{node.name}"] if fields > MAX_FIELDS else []
-    return found
+                results += [f"{name}:{node.name}"] if fields > MAX_FIELDS else []
+    return results
 
 
 def is_flags(name: str, node: ast.ClassDef) -> bool:
@@ -110,23 +110,23 @@ def full_folders(files: dict[str, str]) -> list[str]:
 
 def former_names(files: dict[str, str]) -> list[str]:
     """Return the identifiers that were replaced by standard terms."""
-    found = set()
+    result = set()
     for name, text in files.items():
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type == tokenize.NAME and token.string in FORMER_NAMES:
-                found.add(f"{name}: {token.string}")
-    return sorted(found)
+                result.add(f"{name}: {token.string}")
+    return sorted(result)
 
 
 def package_imports(files: dict[str, str]) -> set[tuple[str, str]]:
     """Return the pairs (importing, imported) of top-level packages; commands may import any of them."""
-    found = set()
+    result = set()
     packages = {name.partition("/")[0] for name in files if "/" in name}
     for name, text in files.items():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("konkanivani."):
-                found.add((name.partition("/")[0], node.module.split(".")[1]))
-    return {(one, other) for one, other in found if one != other and {one, other} <= packages and one != "cli"}
+                result.add((name.partition("/")[0], node.module.split(".")[1]))
+    return {(one, other) for one, other in result if one != other and {one, other} <= packages and one != "cli"}
 
 
 def test_files_are_within_length_limit():
@@ -163,13 +163,13 @@ def test_former_names_are_not_used(folder):
 
 def names_used_from(library: str, texts: Iterable[str]) -> set[str]:
     """Return the names that the sources use from a library, as attributes or by import."""
-    found = set()
+    result = set()
     for node in itertools.chain.from_iterable(map(ast.walk, map(ast.parse, texts))):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == library:
-            found.add(node.attr)
+            result.add(node.attr)
         elif isinstance(node, ast.ImportFrom) and node.module == library:
-            found.update(alias.name for alias in node.names)
-    return found
+            result.update(alias.name for alias in node.names)
+    return result
 
 
 def missing_names(library: str, names: set[str]) -> set[str]:

@@ -20,7 +20,7 @@ from konkanivani.models.attention import SequenceLayout
 from konkanivani.training.step import StepParts
 from tests.conftest import Corpus, mark_full, write_augmentation, write_shards
 from tests.invariants.parts import KINDS, double_parts, global_batch, relative_difference, speeches
-from tests.starts import parse_flags
+from tests.run_setup import parse_flags
 
 BOUND = 1e-9
 
@@ -35,15 +35,15 @@ def outputs(parts: StepParts, spoken: list, batch_size: int) -> dict[str, tuple[
 
 def batch_outputs(parts: StepParts, spoken: GlobalBatch) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return the logits of `outputs` for a global batch that is already split into micro-batches."""
-    found = {}
+    values = {}
     with torch.no_grad():
         for batch in spoken.micro_batches:
             output, _ = parts.forward(batch)
             for row, name in enumerate(batch.utterance_ids):
                 frames, tokens = output.encoded_lengths[row], batch.token_lengths[row] + 1
                 ctc, attention = parts.model.ctc_head(output.encoded), parts.model.decoder.output(output.decoded)
-                found[name] = ctc[row, :frames], attention[row, :tokens]
-    return found
+                values[name] = ctc[row, :frames], attention[row, :tokens]
+    return values
 
 
 def parts_of(kind: str) -> StepParts:
@@ -71,7 +71,7 @@ def test_augmented_shards_give_equal_logits_in_any_micro_batch(corpus, workers, 
     speech = augmented_dataset(corpus, tmp_path)
     parts = double_parts(vocab_size=speech.tokenizer.size)
     global_batches = {size: epoch_of(speech, size, workers) for size in (1, 4)}
-    found = [
+    results = [
         {
             name: pair
             for global_batch in global_batches[size]
@@ -79,9 +79,9 @@ def test_augmented_shards_give_equal_logits_in_any_micro_batch(corpus, workers, 
         }
         for size in (1, 4)
     ]
-    assert found[0].keys() == found[1].keys() and len(found[0]) == 26
-    for name, pair in found[0].items():
-        for one, other in zip(pair, found[1][name], strict=True):
+    assert results[0].keys() == results[1].keys() and len(results[0]) == 26
+    for name, pair in results[0].items():
+        for one, other in zip(pair, results[1][name], strict=True):
             assert one.shape == other.shape and relative_difference(one, other) < BOUND
 
 

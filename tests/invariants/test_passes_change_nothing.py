@@ -43,13 +43,13 @@ def results(model: ModelConfig, passes: Passes, recompute: str = "never", uttera
     """Return losses and gradients in float64 of micro-batches of `utterances`, computed in chunks of a few frames."""
     parts = double_parts(model, recompute, passes=passes)
     parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, chunk_frames=CHUNK_FRAMES))
-    cut = global_batch(speeches(3), utterances)
+    full_batch = global_batch(speeches(3), utterances)
     seed_step(parts.seed, 5)
     parts.model.train()
     sums = []
-    for number, batch in enumerate(cut.micro_batches):
+    for number, batch in enumerate(full_batch.micro_batches):
         with dropout_seed(number):
-            sums += forward_and_backward(parts, batch, loss_counts(cut))
+            sums += forward_and_backward(parts, batch, loss_counts(full_batch))
     return [*sums, *(parameter.grad for parameter in parts.model.parameters())]
 
 
@@ -76,15 +76,15 @@ def test_pass_keeps_dropout_masks(choice, recompute):
 
 
 def test_passes_keep_loss_in_float32():
-    found = []
+    results = []
     for passes in (NO_PASSES, ALL_PASSES):
         parts = double_parts(passes=passes)
         parts.model.float()
         parts.forward.front_end.float()
         spoken = [dataclasses.replace(one, waveform=one.waveform.float()) for one in speeches(3, augmented=False)]
         (batch,) = global_batch(spoken, 3).micro_batches
-        found.append(torch.stack(parts.forward(batch)[1]))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)
+        results.append(torch.stack(parts.forward(batch)[1]))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=0)
 
 
 def test_negative_control_wrong_kernel_is_detected(monkeypatch):

@@ -20,7 +20,7 @@ from tests.conftest import (
     write_corpus,
     write_shards,
 )
-from tests.faults.resuming import checkpoint_differences, last_checkpoint, signal_after
+from tests.faults.resumed_runs import checkpoint_differences, last_checkpoint, signal_after
 
 STEPS = 10  # 4 global batches per epoch, the last one of 2 utterances: 10 steps are 2.5 epochs
 LOGGED = ("step", "epoch", "loss", "ctc_loss", "attention_loss", "learning_rate", "gradient_norm", "padding_share")

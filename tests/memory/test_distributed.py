@@ -105,8 +105,8 @@ class SimulatedWork:
 
 def agreement_with(others: list[Outcome]):
     """Return an agreement function with one other rank, which reports these outcomes in order."""
-    said = iter(others)
-    return lambda mine: max(mine, next(said))
+    output = iter(others)
+    return lambda mine: max(mine, next(output))
 
 
 def plan_of(utterances: int) -> MicroBatchPlan:

@@ -61,11 +61,15 @@ def test_peak_only_grows_if_it_cannot_be_reset(monkeypatch):
 
 
 def test_forbidden_peak_reset_is_ignored(monkeypatch):
-    def forbidden(*_):
+    attempts = []
+
+    def forbidden(path, text):
+        attempts.append((str(path), text))
         raise PermissionError
 
     monkeypatch.setattr(monitor_module.Path, "write_text", forbidden)
     reset_peak_resident()
+    assert attempts == [("/proc/self/clear_refs", "5")]
 
 
 def test_report_clears_step_values_and_keeps_run_values():

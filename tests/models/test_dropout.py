@@ -47,16 +47,16 @@ def test_mask_depends_on_seed_and_eval_mode_is_identity():
 
 @pytest.mark.parametrize("weight", [1.0, 0.5])
 def test_add_residual_equals_dropout_and_sum(weight):
-    dropout, found = MaskedDropout(0.3), []
+    dropout, results = MaskedDropout(0.3), []
     x, branch = (torch.randn(7, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
     upstream = torch.randn(7, 5, dtype=torch.float64)
     for apply in (dropout.add_residual, lambda x, branch, weight: x + weight * dropout(branch)):
         torch.manual_seed(5)
         y = apply(x, branch, weight)
-        found.append((y.detach(), *torch.autograd.grad(y, (x, branch), upstream)))
-    for one, other in zip(*found, strict=True):
+        results.append((y.detach(), *torch.autograd.grad(y, (x, branch), upstream)))
+    for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-14)
-    assert 0 < int((found[0][2] == 0).sum()) < branch.numel()
+    assert 0 < int((results[0][2] == 0).sum()) < branch.numel()
     assert torch.equal(dropout.eval().add_residual(x, branch, weight), torch.add(x, branch, alpha=weight))
 
 

@@ -29,7 +29,7 @@ from konkanivani.training.optimizer_state import TrainedPart, delayed_warmup_fac
 from konkanivani.training.step import StepParts, train_step
 from tests.conftest import TINY_MODEL, Corpus, checked, mark_full, read_log, run_folders, run_script, write_corpus
 from tests.invariants.parts import global_batch, measured_peak, speeches
-from tests.starts import begin_run, parse_flags
+from tests.run_setup import begin_run, parse_flags
 
 CPU = torch.device("cpu")
 STEADY = "--epochs 20 --schedule inverse_sqrt --warmup_steps 1 --num_workers 0 --device cpu".split()
@@ -142,15 +142,15 @@ def spoken() -> list:
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_freeze_steps_save_memory_and_plan_bounds_later_steps(recompute):
     tuning = TuningConfig(freeze_steps=2)
-    parts, cut = step_parts(tuning, gradient_checkpointing=recompute), global_batch(spoken(), 2)
+    parts, batch = step_parts(tuning, gradient_checkpointing=recompute), global_batch(spoken(), 2)
     tracer = build_tracer(tuned_config(tuning), architecture_of(tuned_config(tuning), 20), cpu_costs())
-    planned = tracer.trace_global_batch(cut, RecomputePolicy(recompute)).bytes
-    early = measured_peak(parts, cut)
+    planned = tracer.trace_global_batch(batch, RecomputePolicy(recompute)).bytes
+    early = measured_peak(parts, batch)
     assert not any(parameter.grad is not None for parameter in parts.model.parameters())
     assert all(parameter.requires_grad for parameter in parts.model.parameters())
     untuned = dataclasses.replace(parts.architecture, tuning=TuningConfig())
     forward = dataclasses.replace(parts.forward, architecture=untuned)
-    late = measured_peak(dataclasses.replace(parts, forward=forward), cut)
+    late = measured_peak(dataclasses.replace(parts, forward=forward), batch)
     assert early < 0.8 * late and 0.999 * late <= planned <= 1.02 * late
 
 
@@ -168,12 +168,12 @@ def test_half_frozen_weights_take_two_bytes_and_plan_bounds_peak(tuning):
     assert not any(weight.requires_grad for weight in matrices)
     states = [model_state_bytes(parts.model, parts.optimizer.tensors) for parts in (fp32, half)]
     assert states[0] - states[1] == 2 * numbers
-    cut, config = global_batch(spoken(), 2), tuned_config(rounded)
-    tracer, measured = build_tracer(config, architecture_of(config, 20), cpu_costs()), measured_peak(half, cut)
-    planned = tracer.trace_global_batch(cut, RecomputePolicy("never")).bytes
+    batch, config = global_batch(spoken(), 2), tuned_config(rounded)
+    tracer, measured = build_tracer(config, architecture_of(config, 20), cpu_costs()), measured_peak(half, batch)
+    planned = tracer.trace_global_batch(batch, RecomputePolicy("never")).bytes
     assert 0.999 * measured <= planned <= 1.02 * measured
     control = build_tracer(tuned_config(tuning), architecture_of(tuned_config(tuning), 20), cpu_costs())
-    assert control.trace_global_batch(cut, RecomputePolicy("never")).state - tracer.state() == 2 * numbers
+    assert control.trace_global_batch(batch, RecomputePolicy("never")).state - tracer.state() == 2 * numbers
 
 
 @pytest.mark.parametrize("precision", [{}, {"mixed_precision": True, "amp_dtype": "bf16"}], ids=["fp32", "bf16"])

@@ -16,7 +16,7 @@ from konkanivani.training import build_step
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
 from tests.conftest import Corpus, parameter_grid, read_log, run_folders
-from tests.starts import begin_run
+from tests.run_setup import begin_run
 from tests.whisper.small_model import write_model
 
 STEPS = 6
@@ -43,18 +43,18 @@ def build(corpus: Corpus, folder: Path, *flags: str) -> Run:
 
 def train_recording_dtypes(run: Run, monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
     """Train the run to its end; return the number formats of the gradients that the optimizer applied."""
-    found: set[torch.dtype] = set()
+    result: set[torch.dtype] = set()
     step = run.step.optimizer.step
 
     def recording_step() -> None:
         trained = [parameter for parameter in run.step.model.parameters() if parameter.requires_grad]
         assert trained and all(parameter.grad.isfinite().all() for parameter in trained)
-        found.update(parameter.grad.dtype for parameter in trained)
+        result.update(parameter.grad.dtype for parameter in trained)
         step()
 
     monkeypatch.setattr(run.step.optimizer, "step", recording_step)
     train(run)
-    return found
+    return result
 
 
 def check_trained(run: Run, folder: Path, gradients: set[torch.dtype]) -> None:

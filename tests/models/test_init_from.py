@@ -19,7 +19,7 @@ from konkanivani.recipe.build import build_run
 from konkanivani.recipe.evaluation_model import evaluate_manifest, load_evaluation_model
 from konkanivani.training.loop import finish_epoch, train
 from tests.conftest import TINY_MODEL, Corpus, checked, read_log, run_folders, run_trainer
-from tests.starts import begin_run
+from tests.run_setup import begin_run
 
 LARGE = ModelConfig(
     d_model=32, encoder_layers=4, decoder_layers=2, attention_heads=4, convolution_kernel=7, subsampling_channels=8

@@ -58,9 +58,9 @@ def reference_features(waveform: np.ndarray, config: FeatureConfig) -> np.ndarra
 @pytest.mark.parametrize("kind", NEW)
 def test_features_equal_definition(kind):
     waveform = spoken(2.5) + 0.01
-    found = features(waveform, NEW[kind])
+    actual = features(waveform, NEW[kind])
     expected = torch.from_numpy(reference_features(waveform.double().numpy(), NEW[kind]))
-    assert distance(found, expected) < 5e-3
+    assert distance(actual, expected) < 5e-3
     assert distance(features(waveform, OLD), expected) > 0.1  # negative control
 
 
@@ -127,9 +127,9 @@ def test_padding_is_not_normalized_as_silence(kind):
     first, second = spoken(1.0), spoken(2.0, seed=1)
     waveforms = torch.zeros(2, len(second))
     waveforms[0, : len(first)], waveforms[1] = first, second
-    found, lengths = LogMel(NEW[kind])(waveforms, (len(first), len(second)))
-    assert distance(found[0, : lengths[0]], features(first, NEW[kind])) < 1e-5
-    assert not found[0, lengths[0] :].any()
+    result, lengths = LogMel(NEW[kind])(waveforms, (len(first), len(second)))
+    assert distance(result[0, : lengths[0]], features(first, NEW[kind])) < 1e-5
+    assert not result[0, lengths[0] :].any()
 
 
 @pytest.mark.parametrize("kind", NEW)
@@ -140,11 +140,11 @@ def test_matrix_features_and_onnx_graph_equal_model(kind):
     assert distance(MatrixLogMel(log_mel)(waveform[None], torch.tensor(lengths)), expected) < 1e-3
     model = with_features(NEW[kind])
     with torch.no_grad():
-        found, frames = RecognitionGraph(model)(waveform[None], torch.tensor([len(waveform)]))
+        actual, frames = RecognitionGraph(model)(waveform[None], torch.tensor([len(waveform)]))
         encoded, _ = model.encode(waveform[None], (len(waveform),))
         expected = model.model.ctc_head(encoded).log_softmax(dim=-1)[0]
     assert frames.tolist() == [len(expected)]
-    assert distance(found[0, : len(expected)], expected) < 1e-3
+    assert distance(actual[0, : len(expected)], expected) < 1e-3
 
 
 def with_features(config: FeatureConfig) -> SpeechModel:
@@ -163,8 +163,8 @@ def test_bundle_keeps_feature_settings(kind, tmp_path):
     read = read_bundle(path, torch.device("cpu"))
     assert isinstance(read.architecture, HybridArchitecture) and read.architecture.features == NEW[kind]
     waveform = spoken(1.5)
-    found, expected = (one.encode(waveform[None], (len(waveform),))[0] for one in (read, model))
-    assert torch.equal(found, expected)
+    actual, expected = (one.encode(waveform[None], (len(waveform),))[0] for one in (read, model))
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(

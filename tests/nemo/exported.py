@@ -117,23 +117,23 @@ def check_representable(config: TrainConfig, text: bytes, path: Path) -> None:
 def tensors(speech_model: SpeechModel) -> Tensors:
     """Return the model's tensors under NeMo's names, and the constants of its feature extraction."""
     ours, model = speech_model.model.state_dict(), speech_model.architecture.model
-    found: Tensors = {}
+    values: Tensors = {}
     for name, source in sources(ours, model).items():
         parts = ours[name].chunk(len(source.names)) if source.names else ()
-        found |= {theirs: part.reshape(source.shape) for theirs, part in zip(source.names, parts, strict=True)}
+        values |= {theirs: part.reshape(source.shape) for theirs, part in zip(source.names, parts, strict=True)}
         if source.norm and name.endswith(".bias"):
             # A convolution without bias gets it from the BatchNorm; otherwise the BatchNorm is the identity.
-            found |= identity(source.norm, torch.zeros_like(ours[name]) if source.names else ours[name])
+            values |= identity(source.norm, torch.zeros_like(ours[name]) if source.names else ours[name])
     head = HEADS[TARGET][1]
     for leaf in ("weight", "bias"):  # the blank is token 0 here and the last token in NeMo
         rows = ours[f"ctc_head.{leaf}"].roll(-1, 0)
-        found[f"{head}.{leaf}"] = rows[:, :, None] if leaf == "weight" else rows
+        values[f"{head}.{leaf}"] = rows[:, :, None] if leaf == "weight" else rows
     bank = speech_model.architecture.build_front_end(AugmentConfig()).log_mel.power.mel_scale.fb.T
     # NeMo's window is symmetric.
     window = torch.hann_window(speech_model.architecture.features.window_samples, periodic=False)
-    found |= {FILTER_BANK: bank[None], "preprocessor.featurizer.window": window}
+    values |= {FILTER_BANK: bank[None], "preprocessor.featurizer.window": window}
     # torch.save stores the whole storage of a view, hence the copies.
-    return {name: tensor.contiguous().clone() for name, tensor in found.items()}
+    return {name: tensor.contiguous().clone() for name, tensor in values.items()}
 
 
 def identity(norm: str, bias: torch.Tensor) -> Tensors:
@@ -141,8 +141,8 @@ def identity(norm: str, bias: torch.Tensor) -> Tensors:
     ones = torch.ones_like(bias)
     # variance + epsilon = 1
     values = {"weight": ones, "bias": bias, "running_mean": 0 * ones, "running_var": (1 - NORM_EPSILON) * ones}
-    found = {f"{norm}.{leaf}": values[leaf] for leaf in BATCH_NORM}
-    return found | {f"{norm}.num_batches_tracked": torch.tensor(1)}
+    result = {f"{norm}.{leaf}": values[leaf] for leaf in BATCH_NORM}
+    return result | {f"{norm}.num_batches_tracked": torch.tensor(1)}
 
 
 def tokenizer(model: bytes) -> bytes:

@@ -43,8 +43,8 @@ def golden(name: str, folder: Path = FOLDER) -> Golden:
 
 def waveforms_and_lengths(folder: Path = FOLDER) -> tuple[torch.Tensor, tuple[int, ...]]:
     """Return two utterances of odd lengths (2, S), the second one shorter."""
-    found = golden("sound", folder)
-    return found["sound"].float() / 2**15, tuple(found["samples"].tolist())
+    result = golden("sound", folder)
+    return result["sound"].float() / 2**15, tuple(result["samples"].tolist())
 
 
 @torch.no_grad()
@@ -67,14 +67,14 @@ def recognize_batch(model: SpeechModel, waveforms: torch.Tensor, lengths: tuple[
 
 def distances(recognition: Recognition, expected: Golden, row: int) -> dict[str, float]:
     """Return the largest difference of each tensor from NeMo's, or infinity if the numbers of frames differ."""
-    found = {"encoded": recognition.encoded, "log_probabilities": in_nemo_order(recognition.log_probabilities)}
+    values = {"encoded": recognition.encoded, "log_probabilities": in_nemo_order(recognition.log_probabilities)}
     if "features" in expected:
-        found["features"] = recognition.features
+        values["features"] = recognition.features
     counts = {"features": expected["feature_lengths"][row], "encoded": expected["encoded_lengths"][row]}
     counts["log_probabilities"] = counts["encoded"]
     return {
         name: float((tensor - expected[name][row, :count]).abs().max()) if len(tensor) == count else float("inf")
-        for name, tensor in found.items()
+        for name, tensor in values.items()
         for count in [int(counts[name])]
     }
 
@@ -110,10 +110,10 @@ def file_distances(folder: Path, name: str) -> tuple[dict[str, float], bool]:
             path = write_changed(with_version("1.23.0"), Path(scratch) / "older.nemo", folder=folder)
             rows = [(golden(f"older_{row}", folder), 0) for row in (0, 1)]
         recognition = recognize_batch(speech_model(path), *waveforms_and_lengths(folder))
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for each, (expected, row) in zip(recognition, rows, strict=True):
         for part, distance in distances(each, expected, row).items():
-            found[part] = max(distance, found.get(part, 0.0))
-    return found, all(
+            values[part] = max(distance, values.get(part, 0.0))
+    return values, all(
         each.text == texts(expected)[row] for each, (expected, row) in zip(recognition, rows, strict=True)
     )

@@ -16,7 +16,7 @@ from konkanivani.models.nemo.weights import import_nemo
 from tests.conftest import checked, run_script
 from tests.faults.test_error_texts import message_defect
 from tests.faults.untrusted_input import CallOnUnpickle
-from tests.faults.watching import watch
+from tests.faults.watched_process import watch
 from tests.nemo.files import (
     CONFIG,
     FOLDER,
@@ -39,23 +39,23 @@ def parts(change: Callable[[NemoParts], object], name: str = "striding") -> Writ
 def setting(section: str, key: str, value: object) -> Write:
     """Return a change of one setting in the configuration."""
 
-    def change(found: NemoParts) -> None:
-        (found.config if section == "" else found.config[section])[key] = value
+    def change(nemo_parts: NemoParts) -> None:
+        (nemo_parts.config if section == "" else nemo_parts.config[section])[key] = value
 
     return parts(change)
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Write:
-    return parts(lambda found: change(found.tensors))
+    return parts(lambda result: change(result.tensors))
 
 
 def members(change: Callable[[dict[str, bytes]], object], is_packed: bool = False) -> Write:
     """Return a change of the members of the tar file."""
 
     def write(path: Path) -> None:
-        found = read_parts().members()
-        change(found)
-        write_members(path, found, is_packed)
+        result = read_parts().members()
+        change(result)
+        write_members(path, result, is_packed)
 
     return write
 
@@ -66,17 +66,17 @@ def with_header(name: str, kind: bytes, size: int = 0, **fields: object) -> Writ
     header.type, header.size = kind, size
     for field, value in fields.items():
         setattr(header, field, value)
-    return members(lambda found: found.update({name: header}))
+    return members(lambda result: result.update({name: header}))
 
 
 def change_configuration(change: Callable[[bytes], bytes]) -> Write:
     """Return a change of the text of the configuration."""
-    return members(lambda found: found.update({f"./{CONFIG}": change(found[f"./{CONFIG}"])}))
+    return members(lambda result: result.update({f"./{CONFIG}": change(result[f"./{CONFIG}"])}))
 
 
 def change_weights(make: Callable[[bytes], bytes]) -> Write:
     """Return a change of the bytes of the weights."""
-    return members(lambda found: found.update({f"./{WEIGHTS}": make(found[f"./{WEIGHTS}"])}))
+    return members(lambda result: result.update({f"./{WEIGHTS}": make(result[f"./{WEIGHTS}"])}))
 
 
 def saved_bytes(value: object, **settings: object) -> bytes:
@@ -109,8 +109,8 @@ def write_renaming_pax_header(path: Path) -> None:
 
 
 def write_duplicate_member(path: Path) -> None:
-    found = read_parts().members()
-    write_members(path, found | {f"elsewhere/{WEIGHTS}": found[f"./{WEIGHTS}"]})
+    result = read_parts().members()
+    write_members(path, result | {f"elsewhere/{WEIGHTS}": result[f"./{WEIGHTS}"]})
 
 
 ALIASES = (
@@ -127,8 +127,8 @@ FILES: dict[str, tuple[Write, str]] = {
     "empty": (lambda path: path.write_bytes(b""), "is truncated, or not a tar"),
     "not a tar": (lambda path: path.write_bytes(b"konkani" * 1000), "is truncated, or not a tar"),
     "zip file": (lambda path: path.write_bytes(saved_bytes({})), "is truncated, or not a tar"),
-    "no configuration": (members(lambda found: found.pop(f"./{CONFIG}")), "contains no model_config.yaml"),
-    "no weights": (members(lambda found: found.pop(f"./{WEIGHTS}")), "contains no model_weights.ckpt"),
+    "no configuration": (members(lambda tensors: tensors.pop(f"./{CONFIG}")), "contains no model_config.yaml"),
+    "no weights": (members(lambda tensors: tensors.pop(f"./{WEIGHTS}")), "contains no model_weights.ckpt"),
     "symbolic link": (with_header("./x", tarfile.SYMTYPE, linkname="/etc/passwd"), "a link or a device"),
     "hard link": (with_header(f"./x/{CONFIG}", tarfile.LNKTYPE, linkname=f"./{CONFIG}"), "a link or a device"),
     "device": (with_header("./x", tarfile.CHRTYPE, devmajor=1), "a link or a device"),
@@ -168,17 +168,23 @@ FILES: dict[str, tuple[Write, str]] = {
         change_weights(lambda _: saved_bytes({"x": torch.zeros(1).expand(2**30)})),
         "need 4294967296 bytes",
     ),
-    "missing tensor": (tensors(lambda found: found.pop(QUERY)), f"no tensor {QUERY}"),
+    "missing tensor": (tensors(lambda tensors: tensors.pop(QUERY)), f"no tensor {QUERY}"),
     "extra tensor": (
-        tensors(lambda found: found.update({"encoder.x": torch.zeros(3)})),
+        tensors(lambda tensors: tensors.update({"encoder.x": torch.zeros(3)})),
         "'encoder.x' that its configuration does not use",
     ),
-    "another shape": (tensors(lambda found: found.update({QUERY: torch.zeros(32, 33)})), r"is \(32, 33\) of float32"),
-    "integer tensor": (tensors(lambda found: found.update({HEAD: torch.zeros(61).int()})), r"is \(61,\) of int32"),
-    "NaN": (tensors(lambda found: found[QUERY][3].fill_(torch.nan)), f"{QUERY} .* are not finite"),
-    "negative variance": (tensors(lambda found: found[f"{NORM}.running_var"].fill_(-1)), "depthwise.* are not finite"),
+    "another shape": (
+        tensors(lambda tensors: tensors.update({QUERY: torch.zeros(32, 33)})),
+        r"is \(32, 33\) of float32",
+    ),
+    "integer tensor": (tensors(lambda tensors: tensors.update({HEAD: torch.zeros(61).int()})), r"is \(61,\) of int32"),
+    "NaN": (tensors(lambda tensors: tensors[QUERY][3].fill_(torch.nan)), f"{QUERY} .* are not finite"),
+    "negative variance": (
+        tensors(lambda tensors: tensors[f"{NORM}.running_var"].fill_(-1)),
+        "depthwise.* are not finite",
+    ),
     "other filter bank": (
-        tensors(lambda found: found["preprocessor.featurizer.fb"].mul_(2)),
+        tensors(lambda tensors: tensors["preprocessor.featurizer.fb"].mul_(2)),
         "featurizer.fb does not match",
     ),
     "RNNT only": (setting("", "target", RNNT), "target is 'EncDecRNNTBPEModel'"),
@@ -213,15 +219,19 @@ FILES: dict[str, tuple[Write, str]] = {
     "WordPiece tokenizer": (setting("tokenizer", "type", "wpe"), "tokenizer.type is 'wpe'"),
     "no tokenizer": (setting("tokenizer", "model_path", "nemo:other.model"), "contains no other.model"),
     "random bytes as tokenizer": (
-        parts(lambda found: found.others.update({name: b"x" * 99 for name in found.others if name.endswith("model")})),
+        parts(
+            lambda tensors: tensors.others.update(
+                {name: b"x" * 99 for name in tensors.others if name.endswith("model")}
+            )
+        ),
         "not a SentencePiece model",
     ),
     "other special ids": (
         parts(
-            lambda found: found.others.update(
+            lambda tensors: tensors.others.update(
                 {
                     n: train_sentencepiece(list("abcdefgh"), 20, unk_id=2, pad_id=0, bos_id=1)
-                    for n in found.others
+                    for n in tensors.others
                     if "model" in n
                 }
             )

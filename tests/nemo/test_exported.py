@@ -17,7 +17,7 @@ from tests.conftest import TINY_MODEL, Corpus, checked, run_folders, run_script
 from tests.nemo.exported import SHAPE, write_nemo
 from tests.nemo.files import read_parts
 from tests.nemo.goldens import recognize_batch, waveforms_and_lengths
-from tests.starts import begin_run
+from tests.run_setup import begin_run
 
 TOLERANCE = 1e-5
 OTHER = "--subsampling separable --biases False --frame_padding reflected --log_floor_mode floor "

@@ -80,10 +80,10 @@ def test_imported_folder_equals_parakeet_of_transformers(has_biases, tmp_path):
     with torch.no_grad():
         expected = theirs(**features).logits.log_softmax(dim=-1)
     for row, recognition in enumerate(recognize_batch(import_folder(folder), waveforms, lengths)):
-        found, count = in_nemo_order(recognition.log_probabilities), len(recognition.log_probabilities)
+        actual, count = in_nemo_order(recognition.log_probabilities), len(recognition.log_probabilities)
         assert (recognition.features - features["input_features"][row, : len(recognition.features)]).abs().max() <= NEAR
-        assert (found - expected[row, :count]).abs().max() <= NEAR
-        assert len(set(found.argmax(dim=-1).tolist())) > 2
+        assert (actual - expected[row, :count]).abs().max() <= NEAR
+        assert len(set(actual.argmax(dim=-1).tolist())) > 2
 
 
 def test_tokenizer_equals_that_of_transformers(folder):

@@ -23,9 +23,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def parts() -> NemoParts:
-    found = read_parts()
-    multilingual(SIZES)(found)
-    return found
+    result = read_parts()
+    multilingual(SIZES)(result)
+    return result
 
 
 def rows_of(parts: NemoParts, language: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,10 +46,10 @@ def test_softmax_is_over_the_tokens_of_the_language(language, path, parts):
     waveforms, lengths = waveforms_and_lengths()
     with torch.no_grad():
         encoded, encoded_lengths = model.encode(waveforms, lengths)
-        found = model.model.ctc_head(encoded).log_softmax(dim=-1)
+        actual = model.model.ctc_head(encoded).log_softmax(dim=-1)
         expected = torch.nn.functional.linear(encoded, weight, bias).log_softmax(dim=-1)
     for row, count in enumerate(encoded_lengths):
-        assert (in_nemo_order(found[row, :count]) - expected[row, :count]).abs().max() <= NEAR
+        assert (in_nemo_order(actual[row, :count]) - expected[row, :count]).abs().max() <= NEAR
     assert imported.provenance.language == language and f"tokens of {language}" in imported.sentences()
 
 

@@ -27,12 +27,12 @@ from tests.nemo.goldens import (
 
 @pytest.mark.parametrize("name", FILES)
 def test_features_encoder_probabilities_and_text_equal_nemo(name):
-    found, has_texts = file_distances(FOLDER, name)
-    assert ("features" in found) == (name != "separable") and min(map(len, texts(golden(name)))) > 5
+    result, has_texts = file_distances(FOLDER, name)
+    assert ("features" in result) == (name != "separable") and min(map(len, texts(golden(name)))) > 5
     if name == "parakeet":
         # The lowest of 128 bands are narrow: fp32 in NeMo, as on another processor, differs by 3e-5 from float64 there.
-        assert found.pop("features") <= 10 * NEAR
-    assert max(found.values()) <= NEAR and has_texts
+        assert result.pop("features") <= 10 * NEAR
+    assert max(result.values()) <= NEAR and has_texts
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -47,8 +47,8 @@ def test_results_are_equal_alone_and_in_a_batch(name):
 
 
 def test_file_of_older_version_equals_that_version():
-    found, has_texts = file_distances(FOLDER, "older")
-    assert max(found.values()) <= NEAR and has_texts and "features" in found
+    result, has_texts = file_distances(FOLDER, "older")
+    assert max(result.values()) <= NEAR and has_texts and "features" in result
 
 
 def test_negative_control_edge_padding_of_other_version_differs():
@@ -76,8 +76,8 @@ def test_negative_control_changed_batch_norm_statistics_are_detected(tmp_path):
         recognize_batch(speech_model(write_changed(change, tmp_path / "x.nemo")), *waveforms_and_lengths()),
         golden("striding"),
     )
-    found = distances(recognition, expected, 0)
-    assert found["features"] <= NEAR < 10 * NEAR < found["encoded"]
+    actual = distances(recognition, expected, 0)
+    assert actual["features"] <= NEAR < 10 * NEAR < actual["encoded"]
 
 
 def test_half_precision_weights_are_converted_to_fp32(tmp_path):
@@ -97,8 +97,8 @@ def test_shared_position_biases_are_copied_per_block(tmp_path):
             if name.endswith(("pos_bias_u", "pos_bias_v")):
                 parts.tensors[name] = parts.tensors["encoder.layers.0.self_attn." + name.rpartition(".")[2]]
 
-    found = import_nemo(write_changed(change, tmp_path / "x.nemo"), None, tmp_path).checkpoint.states["model"]
-    biases = [tensor for name, tensor in found.items() if name.endswith("content_bias")]
+    result = import_nemo(write_changed(change, tmp_path / "x.nemo"), None, tmp_path).checkpoint.states["model"]
+    biases = [tensor for name, tensor in result.items() if name.endswith("content_bias")]
     assert len({bias.data_ptr() for bias in biases}) == len(biases) == 2 and torch.equal(*biases)
 
 

@@ -6,7 +6,7 @@ import torch
 from konkanivani.models.attention import SequenceLayout
 from konkanivani.models.conformer import ConvolutionModule
 from konkanivani.ops.products import depthwise_conv
-from tests.warm import warm_parent
+from tests.fork_server import fork_server
 
 CONVOLVE = """
 import torch
@@ -29,11 +29,11 @@ def test_bf16_convolution_equals_rounded_fp32_convolution():
     x = torch.randn(2, 40, 48).bfloat16()
     expected = module.depthwise(x.float(), SequenceLayout())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = depthwise_conv(x, module.depthwise, (40,))
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found, expected.bfloat16())
+        actual = depthwise_conv(x, module.depthwise, (40,))
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual, expected.bfloat16())
     other = module.depthwise(x.float().flip(1), SequenceLayout())
-    assert not torch.allclose(found, other.bfloat16(), atol=0.1)  # negative control
+    assert not torch.allclose(actual, other.bfloat16(), atol=0.1)  # negative control
 
 
 # Sixteen channels per thread: the bf16 kernel of oneDNN, used here before, never finished on AVX-512.
@@ -41,5 +41,5 @@ def test_bf16_convolution_equals_rounded_fp32_convolution():
 @pytest.mark.parametrize(("threads", "width", "frames"), [(2, 32, 58), (8, 128, 200), (1, 16, 31)])
 def test_bf16_convolution_finishes_with_any_number_of_threads(threads, width, frames, is_fast):
     program = CONVOLVE.format(threads=threads, width=width, frames=frames, is_fast=is_fast)
-    ended = warm_parent().run_program(program)
+    ended = fork_server().run_program(program)
     assert ended.stdout.strip() == "True", ended.stderr

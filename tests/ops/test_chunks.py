@@ -27,6 +27,7 @@ from tests.invariants.parts import (
     KINDS,
     double_parts,
     global_batch,
+    max_relative_difference,
     measured_peak,
     relative_difference,
     speeches,
@@ -40,17 +41,13 @@ def in_chunks(parts: StepParts, chunk_frames: int) -> StepParts:
     return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, chunk_frames=chunk_frames))
 
 
-def losses_and_gradients(parts: StepParts, cut: GlobalBatch) -> dict[str, torch.Tensor]:
+def losses_and_gradients(parts: StepParts, full_batch: GlobalBatch) -> dict[str, torch.Tensor]:
     seed_step(parts.seed, 0)
     parts.model.train()
-    counts = LossCounts(cut.tokens, cut.utterances)
-    sums = [forward_and_backward(parts, batch, counts) for batch in cut.micro_batches]
-    found = {name: p.grad for name, p in parts.model.named_parameters()}
-    return found | {"ctc": sum(s[0].detach() for s in sums), "attention": sum(s[1].detach() for s in sums)}
-
-
-def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    return max(relative_difference(tensor, other[name]) for name, tensor in one.items())
+    counts = LossCounts(full_batch.tokens, full_batch.utterances)
+    sums = [forward_and_backward(parts, batch, counts) for batch in full_batch.micro_batches]
+    values = {name: p.grad for name, p in parts.model.named_parameters()}
+    return values | {"ctc": sum(s[0].detach() for s in sums), "attention": sum(s[1].detach() for s in sums)}
 
 
 @settings(max_examples=12, deadline=None)
@@ -64,22 +61,22 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
 )
 def test_any_chunk_size_gives_equal_losses_and_gradients(chunk_frames, utterances, seed, kind, recompute, dropout):
     model = with_dropout(KINDS[kind], dropout)
-    cut = global_batch(speeches(utterances, seed), utterances)
-    whole = losses_and_gradients(double_parts(model), cut)
-    chunked = losses_and_gradients(in_chunks(double_parts(model, recompute), chunk_frames), cut)
-    assert largest_difference(whole, chunked) < BOUND
+    batch = global_batch(speeches(utterances, seed), utterances)
+    whole = losses_and_gradients(double_parts(model), batch)
+    chunked = losses_and_gradients(in_chunks(double_parts(model, recompute), chunk_frames), batch)
+    assert max_relative_difference(whole, chunked) < BOUND
 
 
 def test_negative_control_chunks_without_context_change_gradient(monkeypatch):
-    parts, cut = double_parts(), global_batch(speeches(2), 2)
-    whole = losses_and_gradients(double_parts(), cut)
+    parts, batch = double_parts(), global_batch(speeches(2), 2)
+    whole = losses_and_gradients(double_parts(), batch)
     one_piece = Subsampling.forward
 
     def without_the_last_three(self: Subsampling, features: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
         return one_piece(self, torch.cat([features[:, :-3], torch.zeros_like(features[:, -3:])], dim=1), layout)
 
     monkeypatch.setattr(Subsampling, "forward", without_the_last_three)
-    assert largest_difference(whole, losses_and_gradients(in_chunks(parts, 9), cut)) > 1e-3
+    assert max_relative_difference(whole, losses_and_gradients(in_chunks(parts, 9), batch)) > 1e-3
 
 
 @pytest.mark.parametrize("frames", [7, 8, 9, 10, 11, 23, 24, 25, 26])
@@ -93,8 +90,7 @@ def test_chunked_subsampling_equals_whole_at_any_length(frames, chunk_frames):
 
 def test_one_minute_is_not_chunked(monkeypatch):
     """Up to CHUNK_FRAMES, no chunk is recomputed."""
-    for module in ("konkanivani.ops.chunks", "konkanivani.ops.chunks"):
-        monkeypatch.setattr(f"{module}.run_recomputed", None)
+    monkeypatch.setattr("konkanivani.ops.chunks.run_recomputed", None)
     parts = double_parts()
     spoken = dataclasses.replace(speeches(1)[0], waveform=torch.randn(60 * 16_000, dtype=torch.float64))
     losses_and_gradients(parts, global_batch([spoken], 1))

@@ -38,9 +38,9 @@ def result_and_gradients(function, x, linear, norm, activation) -> list[torch.Te
 def test_fused_linear_and_gradients_equal_autograd(with_norm, activation):
     parts = build(with_norm)
     expected = result_and_gradients(plain_linear, *parts, activation)
-    found = result_and_gradients(fused_linear, *parts, activation)
-    assert len(found) == len(expected) == (6 if with_norm else 4)
-    for one, other in zip(found, expected, strict=True):
+    actual = result_and_gradients(fused_linear, *parts, activation)
+    assert len(actual) == len(expected) == (6 if with_norm else 4)
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     another = result_and_gradients(fused_linear, *parts, {None: F.silu, F.silu: F.gelu, F.gelu: F.silu}[activation])
     assert not any(torch.allclose(one, other) for one, other in zip(another[:3], expected[:3], strict=True))
@@ -51,9 +51,9 @@ def test_autocast_output_is_bf16_and_gradients_are_fp32(with_norm, activation):
     parts = build(with_norm, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = fused_linear(*parts, activation)
-        found = result_and_gradients(fused_linear, *parts, activation)
-    assert output.dtype == torch.bfloat16 and all(gradient.dtype == torch.float32 for gradient in found[1:])
-    for one, other in zip(found, result_and_gradients(plain_linear, *parts, activation), strict=True):
+        result = result_and_gradients(fused_linear, *parts, activation)
+    assert output.dtype == torch.bfloat16 and all(gradient.dtype == torch.float32 for gradient in result[1:])
+    for one, other in zip(result, result_and_gradients(plain_linear, *parts, activation), strict=True):
         assert float((one - other).norm()) < 0.02 * float(other.norm())
 
 
@@ -108,11 +108,11 @@ def test_rotary_attention_equals_complex_rotation(causal):
     if causal:
         scores = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), float("-inf"))
     expected = attention.output(torch.einsum("bhts,bshe->bthe", scores.softmax(-1), value).flatten(2))
-    found = attention(norm(x), SequenceLayout(RotaryPositions(4)(7, x)))
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    actual = attention(norm(x), SequenceLayout(RotaryPositions(4)(7, x)))
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     parameters = [x, *attention.parameters(), *norm.parameters()]
     for one, other in zip(
-        torch.autograd.grad(found.square().sum(), parameters),
+        torch.autograd.grad(actual.square().sum(), parameters),
         torch.autograd.grad(expected.square().sum(), parameters),
         strict=True,
     ):
@@ -124,7 +124,7 @@ def test_gradients_without_bias_and_with_frozen_norm_equal_autograd():
     linear = torch.nn.Linear(6, 4, bias=False, dtype=torch.float64)
     norm.weight.requires_grad_(False)
     tensors = [x, linear.weight, norm.bias]
-    found = torch.autograd.grad(fused_linear(x, linear, norm, F.gelu).square().sum(), tensors)
+    actual = torch.autograd.grad(fused_linear(x, linear, norm, F.gelu).square().sum(), tensors)
     expected = torch.autograd.grad(plain_linear(x, linear, norm, F.gelu).square().sum(), tensors)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

@@ -1,7 +1,7 @@
 """All private or undocumented PyTorch names that the package uses; their removal in a release fails here.
 
-Their results are compared with a plain computation elsewhere: test_linear.py, test_product.py, test_convolutions.py,
-test_shapes.py, tests/invariants/test_padding_is_invisible.py.
+Their results are compared with a plain computation elsewhere: test_linear.py, test_matrix_product.py,
+test_convolutions.py, test_shapes.py, tests/invariants/test_padding_is_invisible.py.
 """
 
 import ast

@@ -29,15 +29,15 @@ CUDA_CELL = CudaCell(replace(CASE, device="cuda"), PLANNED, 300 * MIB, reserved=
 def test_cell_is_planned_and_measured():
     flags = ("--seconds", "2", "--recompute", "never", "--precisions", "fp32", "--json")
     done = checked(run_script("benchmarks/plan_accuracy.py", *flags))
-    found = json.loads(done.stdout.splitlines()[-1])
-    (cell,) = found["cells"]
+    parsed = json.loads(done.stdout.splitlines()[-1])
+    (cell,) = parsed["cells"]
     assert (cell["case"]["preset"], cell["case"]["seconds"], cell["limit"]) == ("minimal", 2.0, None)
     state = 16 * 3_649_296  # weights, gradients and two moments in fp32
     assert state < cell["live"] < cell["resident_growth"] < GIB
     assert 0 < cell["waiting"] < 2**18  # one waveform of 2 s and its tokens
     # Two concurrent micro-batches: the overlap of their peaks depends on the machine.
     assert cell["planned"]["tensors"] == pytest.approx(cell["live"], rel=0.1)
-    assert set(cell["outside"]) <= {"live"} and found["outside"] == len(cell["outside"])
+    assert set(cell["outside"]) <= {"live"} and parsed["outside"] == len(cell["outside"])
 
 
 def test_full_grid_has_all_cases():

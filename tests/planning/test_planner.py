@@ -19,8 +19,8 @@ from konkanivani.planning.sizes import check_state
 from konkanivani.planning.tracer import BatchShape
 from konkanivani.planning.traces import Traces
 from tests.conftest import TINY_MODEL, checked, parameter_grid, run_script
+from tests.fork_server import fork_server
 from tests.tracers import ONLY_TENSORS, traces_of
-from tests.warm import warm_parent
 
 SMALL = ModelConfig(d_model=32, encoder_layers=3, decoder_layers=1, attention_heads=2, subsampling_channels=8)
 TINY = dataclasses.replace(SMALL, encoder_layers=1)
@@ -174,7 +174,7 @@ def test_each_known_gpu_is_found_by_its_name():
 
 
 @pytest.mark.parametrize(
-    "written, said",
+    "written, message",
     [
         ("RTX 3065", "most similar known names are RTX 3060, .*--memory_budget"),
         ("A100 60GB", "exists with 40 GB or 80 GB"),
@@ -183,8 +183,8 @@ def test_each_known_gpu_is_found_by_its_name():
         ("GeForce GTX TITAN", "does not support a GPU this old"),
     ],
 )
-def test_unknown_gpu_is_rejected_with_advice(written, said):
-    with pytest.raises(UsageError, match=said):
+def test_unknown_gpu_is_rejected_with_advice(written, message):
+    with pytest.raises(UsageError, match=message):
         find_gpu(written)
 
 
@@ -252,7 +252,7 @@ def print_answers():
 def printed() -> list[str]:
     """Return the output of a process without a previous backward pass: PyTorch forbids one in a fork after it."""
     program = "from tests.planning import test_planner\ntest_planner.print_answers()"
-    return checked(warm_parent().run_program(program)).stdout.splitlines()
+    return checked(fork_server().run_program(program)).stdout.splitlines()
 
 
 def test_plan_is_computed_in_a_process_with_running_threads(printed):

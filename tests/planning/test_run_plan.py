@@ -27,7 +27,7 @@ from konkanivani.training import rehearsal
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
 from tests.conftest import TINY_MODEL, Corpus, checked, read_log, run_folders, run_trainer
-from tests.starts import begin_run, parse_flags
+from tests.run_setup import begin_run, parse_flags
 
 PLAN = MemoryPlan(
     conditions=5,
@@ -74,7 +74,7 @@ def test_resumed_run_keeps_its_effective_batch_with_other_micro_batches():
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--batch_size", "auto", "--gradient_accumulation_steps", "2"], "chooses the micro-batches"),
         (["--batch_size", "2", "--effective_batch_size", "5"], "contradicts"),
@@ -84,8 +84,8 @@ def test_resumed_run_keeps_its_effective_batch_with_other_micro_batches():
         (["--memory_budget", "1KiB"], "is out of range"),
     ],
 )
-def test_contradictory_or_invalid_batch_flags_are_rejected(flags, said):
-    with pytest.raises(UsageError, match=said):
+def test_contradictory_or_invalid_batch_flags_are_rejected(flags, message):
+    with pytest.raises(UsageError, match=message):
         parse_flags(flags)
 
 
@@ -210,9 +210,9 @@ def test_negative_control_a_rehearsal_that_is_not_undone_changes_the_weights(cor
 def test_utterances_that_do_not_fit_are_reported_with_advice(corpus, tmp_path):
     with pytest.raises(ResourceError) as caught:
         build_tiny_run(corpus, tmp_path, "--memory_budget", "302MiB")
-    said = str(caught.value)
-    assert "training utterances do not fit the budget of 302MiB even in a micro-batch of one: audio/train_" in said
-    assert "--gradient_checkpointing auto" in said and "--mixed_precision" in said
+    message = str(caught.value)
+    assert "training utterances do not fit the budget of 302MiB even in a micro-batch of one: audio/train_" in message
+    assert "--gradient_checkpointing auto" in message and "--mixed_precision" in message
 
 
 def test_trainer_rejects_a_budget_below_the_model_state(corpus, tmp_path):

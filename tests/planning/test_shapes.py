@@ -78,8 +78,8 @@ def test_traced_ctc_shapes_equal_the_real_ones():
         scores, tokens, *others = *map(mode.from_tensor, given[:2]), *given[2:]
         made = torch.ops.aten._ctc_loss(scores, tokens, *others)
         by_scores = tensors.CTC_BACKWARD(torch.ones(3), scores, tokens, *others[:2], *made, 0)
-        found = [(one.shape, one.dtype) for one in (*made, by_scores)]
-    assert found == [(one.shape, one.dtype) for one in (losses, alphas, gradient)]
+        results = [(one.shape, one.dtype) for one in (*made, by_scores)]
+    assert results == [(one.shape, one.dtype) for one in (losses, alphas, gradient)]
 
 
 def test_shape_tensors_have_a_layout_and_a_cpu_device_but_no_data():

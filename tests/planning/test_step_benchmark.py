@@ -60,8 +60,8 @@ def test_recomputation_lowers_the_peak_and_keeps_the_loss(measured, tmp_path):
 def test_each_utterance_length_is_measured_separately():
     flags = "duration --preset minimal --tokens_per_second 2 --seconds 4 62 --json"
     done = checked(run_script("benchmarks/memory_growth.py", *flags.split()))
-    found = json.loads(done.stdout.splitlines()[-1])
-    short, long = found["steps"]
+    parsed = json.loads(done.stdout.splitlines()[-1])
+    short, long = parsed["steps"]
     assert [(step["seconds"], step["tokens"], step["splits"]) for step in (short, long)] == [(4, 8, 0), (62, 124, 0)]
     assert not short["is_skipped"] and not long["is_skipped"] and long["loss"] > 0
     state = 16 * long["params"] / 2**20
@@ -74,8 +74,8 @@ def test_starts_are_measured_for_each_number_of_rows():
     done = checked(run_script("benchmarks/memory_growth.py", "rows", "--rows", "20", "60000"))
     few, many = map(json.loads, done.stdout.splitlines())
     assert (few["rows"], many["rows"]) == (20, 60_000) and many["size"] > 4  # MiB: with a stored index
-    for found in (few, many):
-        assert 0 < found["seconds_after_imports"] < found["seconds"] and found["peak"] > 100
+    for item in (few, many):
+        assert 0 < item["seconds_after_imports"] < item["seconds"] and item["peak"] > 100
     assert many["first_start"]["seconds_after_imports"] > many["seconds_after_imports"]  # it has made the index
 
 

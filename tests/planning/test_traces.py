@@ -19,7 +19,7 @@ from konkanivani.planning.tracer import BatchShape, Peak
 from konkanivani.planning.traces import Traces
 from konkanivani.recipe.build import build_run
 from tests.conftest import TINY_MODEL, Corpus, run_folders, write_corpus
-from tests.starts import begin_run
+from tests.run_setup import begin_run
 
 BLOCKS = 4
 BATCH = BatchShape(2, 5.25, 50)

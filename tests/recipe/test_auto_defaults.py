@@ -28,7 +28,7 @@ from konkanivani.flags import (
     resolve,
 )
 from konkanivani.training.optimizer_state import learning_rate, resolve_warmup
-from tests.starts import parse_flags
+from tests.run_setup import parse_flags
 
 SMALL_CORPUS = CorpusSize(hours=0.5, utterances=600)
 
@@ -45,12 +45,12 @@ SMALL_CORPUS = CorpusSize(hours=0.5, utterances=600)
 def test_unset_options_follow_from_the_hours_of_audio(hours, tokens, ctc_weight, epochs, speeds, accumulation):
     config = resolve(TrainConfig(), CorpusSize(hours, utterances=1000))
     assert (config.text.tokenizer_type, config.loss.ctc_weight, config.run.epochs) == (tokens, ctc_weight, epochs)
-    said = decisions(TrainConfig(), config)
+    output = decisions(TrainConfig(), config)
     first = "shuffled" if hours >= 10 else "shortest_first"
     words = f"--gradient_accumulation_steps {accumulation} --first_epoch {first} "
     words += f"--tokenizer_type {tokens} --speed_perturbation {speeds} --augmentation light --ctc_weight {ctc_weight} "
     words += f"--learning_rate 0.001 --epochs {epochs}"
-    assert said == words
+    assert output == words
     assert parse_flags(words.split()) == dataclasses.replace(config, model=PRESETS["original"])
 
 
@@ -67,14 +67,14 @@ def test_first_epoch_and_augmentation_for_initialized_and_older_runs():
 
 def test_small_model_doubles_the_rate_for_many_words_in_a_small_corpus():
     small = TrainConfig(model=PRESETS["minimal"])
-    said = dataclasses.replace(small, optimizer=OptimizerConfig(learning_rate=0.003))
+    output = dataclasses.replace(small, optimizer=OptimizerConfig(learning_rate=0.003))
     tuned = dataclasses.replace(small, run=RunConfig(init_from="a.pt"))
     for config, hours, words, rate in (
         (small, 0.8, 100, 2e-3),
         (small, 0.8, 99, 1e-3),
         (small, 0.7, 100, 1e-3),
         (small, 10.0, 100, 1e-3),
-        (said, 0.8, 100, 3e-3),
+        (output, 0.8, 100, 3e-3),
         (tuned, 0.8, 100, 1e-3),
         (TrainConfig(), 0.8, 100, 1e-3),
     ):

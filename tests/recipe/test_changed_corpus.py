@@ -17,7 +17,7 @@ from konkanivani.recipe.build import build_run
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, write_corpus
-from tests.starts import begin_run
+from tests.run_setup import begin_run
 
 PEAK, WARMUP, EPOCHS = 1e-3, 3, 4
 MODEL = (*TINY_MODEL, "--encoder_layers", "1", "--decoder_layers", "0", "--ctc_weight", "1", "--num_workers", "0")
@@ -78,8 +78,8 @@ def test_numbers_of_added_and_removed_utterances_are_reported(
     """The first corpus has 20 utterances: stop in the middle of an epoch of 4 steps, and between two epochs."""
     train_until(build(tmp_path, write_rows(spoken_corpus, range(20))), step)
     run = build(tmp_path, write_rows(spoken_corpus, numbers))
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("The training ")]
-    assert said == [f"{CHANGED}{words}; {epoch}."]
+    output = [line for line in capsys.readouterr().out.splitlines() if line.startswith("The training ")]
+    assert output == [f"{CHANGED}{words}; {epoch}."]
     assert (run.state.epoch, run.state.consumed) == (step // 4, 0)
 
 
@@ -98,9 +98,9 @@ def test_negative_control_the_same_utterances_are_not_a_changed_corpus(
     """An epoch that is restarted after 2 of its steps makes the run 2 steps longer."""
     train_until(build(tmp_path, write_rows(spoken_corpus, range(20))), 6)
     run = build(tmp_path, write_rows(spoken_corpus, numbers, **changed))
-    said = capsys.readouterr().out.splitlines()
-    assert [line for line in said if line.startswith("The training ")] == words
-    assert (run.step.total_steps, any(line.startswith("Learning rate:") for line in said)) == (steps, steps != 16)
+    output = capsys.readouterr().out.splitlines()
+    assert [line for line in output if line.startswith("The training ")] == words
+    assert (run.step.total_steps, any(line.startswith("Learning rate:") for line in output)) == (steps, steps != 16)
 
 
 @pytest.mark.parametrize("way", ["keep", "stretch"])
@@ -119,8 +119,8 @@ def test_run_length_is_the_finished_plus_the_remaining_steps(way, spoken_corpus,
     expected = [cosine(step, 16) for step in range(8)] + [cosine(step, longer) for step in range(8, 20)]
     assert [record["learning_rate"] for record in log] == pytest.approx(expected, rel=1e-9)
     assert expected[-1] == pytest.approx(PEAK / 100)
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Learning rate:")]
-    assert said == [
+    output = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Learning rate:")]
+    assert output == [
         f"Learning rate: {expected[7]:.2e} at step 8, {expected[8]:.2e} next: schedule planned for 16 steps, now 20 "
         f"(--continue_schedule {way})."
     ]
@@ -132,8 +132,8 @@ EPOCH_ENDS = ((1, 5), (5, 9), (9, 15), (15, 21))
 def rewrite(folder: Path, change: Callable[[dict], dict]) -> None:
     """Replace the states of the last checkpoint."""
     path = folder / "checkpoints" / LAST
-    found = read_checkpoint(path)
-    write_checkpoint(path, dataclasses.replace(found, states=change(found.states)))
+    result = read_checkpoint(path)
+    write_checkpoint(path, dataclasses.replace(result, states=change(result.states)))
 
 
 @pytest.mark.parametrize("step, steps", [(3, 16), (8, 16)])
@@ -149,15 +149,17 @@ def test_checkpoint_without_its_corpus_reports_only_a_changed_order(spoken_corpu
     train_until(build(tmp_path, write_rows(spoken_corpus, range(20))), 6)
     rewrite(tmp_path, lambda states: {name: state for name, state in states.items() if name != "corpus"})
     build(tmp_path, write_rows(spoken_corpus, range(30)))
-    said = capsys.readouterr().out
-    assert f"{ORDER}epoch 2 is restarted." in said and CHANGED not in said
+    output = capsys.readouterr().out
+    assert f"{ORDER}epoch 2 is restarted." in output and CHANGED not in output
 
 
 def test_changes_are_also_counted_with_new_corpus(spoken_corpus, tmp_path, capsys):
     train_until(build(tmp_path, write_rows(spoken_corpus, range(15))), 5)
     build(tmp_path, write_rows(spoken_corpus, range(14, 30)), "--new_corpus")
-    said = capsys.readouterr().out
-    assert "Resuming with a different corpus" in said and f"{CHANGED}15 utterances added, 14 removed; epoch 2" in said
+    output = capsys.readouterr().out
+    assert (
+        "Resuming with a different corpus" in output and f"{CHANGED}15 utterances added, 14 removed; epoch 2" in output
+    )
 
 
 def fingerprint(marks: Sequence[int], sketched: int, more: int = 0) -> Fingerprint:
@@ -170,10 +172,10 @@ def test_changes_are_exact_within_the_sketch_and_estimated_beyond():
     small, grown = fingerprint(marks[:60_000], SKETCHED), fingerprint(marks[100:61_000], SKETCHED)
     assert small.change_to(grown) == CorpusChange(1000, 100, is_exact=True)
     large, other = fingerprint(marks[:150_000], SKETCHED), fingerprint(marks[30_000:190_000], SKETCHED)
-    found = large.change_to(other)
-    assert (found.added, found.removed) == pytest.approx((40_000, 30_000), rel=0.05) and not found.is_exact
-    assert found.added - found.removed == 10_000
-    assert found.sentence() == f"about {found.added:,} utterances added, about {found.removed:,} removed"
+    result = large.change_to(other)
+    assert (result.added, result.removed) == pytest.approx((40_000, 30_000), rel=0.05) and not result.is_exact
+    assert result.added - result.removed == 10_000
+    assert result.sentence() == f"about {result.added:,} utterances added, about {result.removed:,} removed"
     assert large.change_to(fingerprint(marks[:150_100], SKETCHED)) == CorpusChange(100, 0, is_exact=False)
     assert large.change_to(fingerprint(marks[:150_000], SKETCHED)) is None
 

@@ -22,7 +22,7 @@ from konkanivani.training.loop import train
 from konkanivani.training.optimizer_state import RateSchedule, change_length, read_schedule
 from konkanivani.training.run import Run
 from tests.conftest import TINY_MODEL, Corpus, parameter_grid, read_log, run_folders
-from tests.starts import begin_run
+from tests.run_setup import begin_run
 
 PEAK, WARMUP = 2e-3, 4
 FIRST, LONGER, LONGEST = 12, 30, 36  # steps; 4 are an epoch of the 26 utterances
@@ -107,9 +107,9 @@ def test_by_default_the_first_schedule_and_then_its_final_rate_are_kept(rate, co
     train_until(build(corpus, folder, "--max_steps", str(LONGER)), 20)
     expected = [rate(step, FIRST) for step in range(FIRST)] + kept(rate, 20)
     assert logged_rates(folder) == pytest.approx(expected, rel=1e-9)
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Learning rate:")]
+    output = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Learning rate:")]
     before, after = rate(FIRST - 1, FIRST), rate(FIRST, FIRST)
-    assert said == [
+    assert output == [
         f"Learning rate: {before:.2e} at step 12, {after:.2e} next: schedule planned for 12 steps, now 30 "
         "(--continue_schedule keep)."
     ]
@@ -125,10 +125,10 @@ def test_repeatedly_stopped_longer_run_has_the_rates_of_an_unstopped_one(way, ra
         train_until(build(corpus, folder, *flags), stop)
     expected = [rate(step, FIRST) for step in range(FIRST)] + WAYS[way](rate, LONGER)
     assert logged_rates(folder) == pytest.approx(expected, rel=1e-9)
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Learning rate:")]
-    assert len(said) in (1, 2) and len(set(said)) == 1  # the first of them saved no step
-    assert f"{expected[FIRST - 1]:.2e} at step 12, {expected[FIRST]:.2e} next" in said[0]
-    assert said[0].endswith(f"(--continue_schedule {way}).")
+    output = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Learning rate:")]
+    assert len(output) in (1, 2) and len(set(output)) == 1  # the first of them saved no step
+    assert f"{expected[FIRST - 1]:.2e} at step 12, {expected[FIRST]:.2e} next" in output[0]
+    assert output[0].endswith(f"(--continue_schedule {way}).")
 
 
 def test_stopped_longer_run_equals_the_undisturbed_one_bit_for_bit(corpus, clone_run):
@@ -180,15 +180,15 @@ def test_shortened_run_keeps_its_schedule_until_stretch_is_given(corpus, tmp_pat
 def test_flags_that_change_the_rate_are_reported_with_both_rates(flags, after, reason, corpus, clone_run, capsys):
     run = build(corpus, clone_run("cosine", "run"), "--max_steps", "13", *flags)
     assert run.step.rates.rate(run.step.schedule, FIRST) == pytest.approx(after)
-    told = f"Learning rate: {PEAK / 100:.2e} at step 12, {after:.2e} next: {reason}; "
-    assert told + "schedule planned for 12 steps, now 13 (--continue_schedule keep).\n" in capsys.readouterr().out
+    message = f"Learning rate: {PEAK / 100:.2e} at step 12, {after:.2e} next: {reason}; "
+    assert message + "schedule planned for 12 steps, now 13 (--continue_schedule keep).\n" in capsys.readouterr().out
 
 
 def test_more_epochs_are_reported_like_more_steps(corpus, tmp_path, capsys):
     train(build(corpus, tmp_path, "--epochs", "2"))
     build(corpus, tmp_path, "--epochs", "5", "--continue_schedule", "stretch")
-    told = "schedule planned for 8 steps, now 20 (--continue_schedule stretch)."
-    assert told in capsys.readouterr().out
+    message = "schedule planned for 8 steps, now 20 (--continue_schedule stretch)."
+    assert message in capsys.readouterr().out
     build(corpus, tmp_path, "--epochs", "2")
     build(corpus, tmp_path, "--epochs", "1")
     assert "Learning rate:" not in capsys.readouterr().out  # negative control: no steps are left
@@ -221,10 +221,10 @@ def expected_rate(step: int, steps: int) -> float:
 def rewrite(folder: Path, change: Callable[[dict], dict], steps_less: int = 0) -> None:
     """Replace the states of the last checkpoint and remove the new flag from its settings."""
     path = folder / "checkpoints" / LAST
-    found = read_checkpoint(path)
-    older = "".join(line for line in found.config.splitlines(True) if not line.startswith("--continue_schedule"))
-    states = change(found.states)
-    write_checkpoint(path, dataclasses.replace(found, config=older, states=states, step=found.step - steps_less))
+    result = read_checkpoint(path)
+    older = "".join(line for line in result.config.splitlines(True) if not line.startswith("--continue_schedule"))
+    states = change(result.states)
+    write_checkpoint(path, dataclasses.replace(result, config=older, states=states, step=result.step - steps_less))
 
 
 def without_schedule(states: dict) -> dict:

@@ -14,15 +14,22 @@ from konkanivani.recipe.build import build_run
 from konkanivani.training.graphs import GraphedGradient
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
-from tests.conftest import TINY_MODEL, Corpus, run_folders
-from tests.starts import begin_run, parse_flags
+from tests.conftest import TINY_MODEL, Corpus, run_folders, write_corpus
+from tests.run_setup import begin_run, parse_flags
 
 ON = ("--cuda_graphs", "on")
 
 
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Return a corpus whose lengths need few shapes: each is captured in every run."""
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "tones", {"train": 12, "valid": 2}, lengths=range(1, 3))
+
+
 def build_tiny_run(corpus: Corpus, folder: Path, *more: str) -> Run:
     flags = (*TINY_MODEL, *corpus.flags(), *run_folders(folder), "--num_workers", "0", "--batch_size", "2")
-    return build_run(begin_run([*flags, "--dropout", "0.1", *more]))
+    constant = ("--dropout", "0.1", "--speed_perturbation", "1.0")
+    return build_run(begin_run([*flags, *constant, *more]))
 
 
 def weights_after(corpus: Corpus, folder: Path, *more: str) -> dict[str, torch.Tensor]:
@@ -59,11 +66,11 @@ def test_run_captures_its_shapes_reports_them_and_resumes_exactly(corpus, tmp_pa
 
 @pytest.mark.usefixtures("recorder_backend")
 def test_rehearsal_changes_no_weight(corpus, tmp_path):
-    found = [
+    results = [
         weights_after(corpus, tmp_path / rehearsal, *ON, "--max_steps", "2", "--rehearsal", rehearsal)
         for rehearsal in ("never", "always")
     ]
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
 def test_run_on_a_cpu_captures_nothing_and_is_unchanged(corpus, tmp_path, capsys):

@@ -18,7 +18,7 @@ from konkanivani.recipe.build import build_run
 from konkanivani.rules import settings_of, with_values
 from konkanivani.training.loop import train
 from tests.conftest import TINY_MODEL, Corpus, checked, read_log, run_folders, run_trainer
-from tests.starts import begin_run, parse_flags
+from tests.run_setup import begin_run, parse_flags
 
 STEPS = 3
 
@@ -38,14 +38,14 @@ def test_every_setting_round_trips_through_checkpoint_text():
 
 
 @pytest.mark.parametrize(
-    "line, said",
+    "line, message",
     [
         ("--wings 2", "--wings"),
         *((f"--epochs {text}", "invalid value for --epochs") for text in ("__import__('os')", "'x'")),
     ],
 )
-def test_unknown_or_invalid_checkpoint_settings_are_rejected_by_name(line, said):
-    with pytest.raises(CheckpointError, match=re.escape(said)):
+def test_unknown_or_invalid_checkpoint_settings_are_rejected_by_name(line, message):
+    with pytest.raises(CheckpointError, match=re.escape(message)):
         config_from_text(line + "\n")
 
 
@@ -100,13 +100,13 @@ def test_boolean_flag_of_a_checkpoint_stays_on():
 
 
 def test_only_shape_tokens_and_global_batch_size_can_contradict():
-    stored, found = TrainConfig(), set()
+    stored, result = TrainConfig(), set()
     for setting in settings_of(stored):
         asked = with_values(stored, {setting.name: "another"})
         if setting.name not in ("batch_size", "gradient_accumulation_steps") and contradictions(stored, asked):
-            found.add(setting.name)
-    assert found.issuperset((*CONTRADICTING, "tokenizer_type", "vocab_size", "digits"))
-    assert not found.intersection(ALLOWED)
+            result.add(setting.name)
+    assert result.issuperset((*CONTRADICTING, "tokenizer_type", "vocab_size", "digits"))
+    assert not result.intersection(ALLOWED)
     data = dataclasses.replace(stored.data, batch_size=1, gradient_accumulation_steps=8)
     assert contradictions(stored, dataclasses.replace(stored, data=data)) == []
     data = dataclasses.replace(stored.data, batch_size=4, gradient_accumulation_steps=4)
@@ -194,8 +194,8 @@ def test_resume_auto_skips_a_damaged_last_checkpoint(corpus, copy, capsys):
     (folder / LAST).write_bytes((folder / LAST).read_bytes()[:-100])
     start = begin_run([*base_flags(corpus, copy), "--resume", "auto"])
     assert start.resumed.step == STEPS
-    said = capsys.readouterr().out
-    assert f"{LAST}.damaged" in said and "Resuming from" in said and "checkpoint_previous.pt" in said
+    output = capsys.readouterr().out
+    assert f"{LAST}.damaged" in output and "Resuming from" in output and "checkpoint_previous.pt" in output
 
 
 def test_changed_training_data_restarts_the_epoch_and_reports_it(corpus, copy, capsys):

@@ -46,7 +46,7 @@ from konkanivani.scoring.score import (
 )
 from konkanivani.scoring.transcripts import MAX_CHARACTERS, ScoredText
 from tests.conftest import ROOT, checked, run_script
-from tests.page_parts import PageParts
+from tests.html_parser import PageParts
 
 SCRIPT = "training_scripts/evaluate_konkanivani_asr.py"
 WORDS = ("एक", "दोन", "तीन", "घर", "आनी")
@@ -228,8 +228,8 @@ def test_slices_sum_to_the_total_and_worst_utterances_are_first():
     assert [part.name for part in report.durations] == list(BUCKETS.values())
     rates = [part.rates.wer for part in report.speakers]
     assert rates == sorted(rates, reverse=True) and {part.name for part in report.speakers} == {"s0", "s1", "s2"}
-    assert [found.rates.words.errors for found in report.worst] == [3, 3, 3, 3]
-    assert [found.text.id for found in report.worst] == ["u0", "u4", "u8", "u12"]
+    assert [item.rates.words.errors for item in report.worst] == [3, 3, 3, 3]
+    assert [item.text.id for item in report.worst] == ["u0", "u4", "u8", "u12"]
     assert "too few (3) to be resampled" in score_lines(report)
 
 
@@ -241,7 +241,7 @@ def test_worst_utterances_are_sorted_by_word_then_character_errors():
         "none": ("एक", "एक"),
     }
     report = report_on([ScoredText(name, *texts) for name, texts in pairs.items()])
-    assert [found.text.id for found in report.worst] == ["two", "one far", "one near"]
+    assert [item.text.id for item in report.worst] == ["two", "one far", "one near"]
 
 
 def test_unknown_durations_and_speakers_have_no_table():
@@ -487,14 +487,30 @@ def test_script_scores_two_files_without_torch(tmp_path, capsys, monkeypatch):
     ("flags", "exit_code", "message"),
     [
         ((), 2, "Give --checkpoint and --manifest"),
-        (("--references", "{said}"), 2, "Give --checkpoint and --manifest"),
-        (("--hypotheses", "{heard}"), 2, "--hypotheses alone if"),
-        (("--checkpoint", "x.pt", "--manifest", "y", "--references", "{said}"), 2, "Give --checkpoint and --manifest"),
-        (("--references", "{said}", "--hypotheses", "{heard}", "--output", "{said}"), 2, "would be overwritten"),
-        (("--references", "{said}", "--hypotheses", "{heard}", "--html", "{said}"), 2, "would overwrite a file"),
-        (("--references", "{said}", "--hypotheses", "{heard}", "--worst", "-1"), 2, "at least 0"),
-        (("--references", "{said}", "--hypotheses", "{heard}", "--html", "/nowhere/a.html"), 6, "cannot be written"),
-        (("--references", "{said}", "--hypotheses", "/nowhere/a.txt"), 3, "cannot be read"),
+        (("--references", "{references}"), 2, "Give --checkpoint and --manifest"),
+        (("--hypotheses", "{hypotheses}"), 2, "--hypotheses alone if"),
+        (
+            ("--checkpoint", "x.pt", "--manifest", "y", "--references", "{references}"),
+            2,
+            "Give --checkpoint and --manifest",
+        ),
+        (
+            ("--references", "{references}", "--hypotheses", "{hypotheses}", "--output", "{references}"),
+            2,
+            "would be overwritten",
+        ),
+        (
+            ("--references", "{references}", "--hypotheses", "{hypotheses}", "--html", "{references}"),
+            2,
+            "would overwrite a file",
+        ),
+        (("--references", "{references}", "--hypotheses", "{hypotheses}", "--worst", "-1"), 2, "at least 0"),
+        (
+            ("--references", "{references}", "--hypotheses", "{hypotheses}", "--html", "/nowhere/a.html"),
+            6,
+            "cannot be written",
+        ),
+        (("--references", "{references}", "--hypotheses", "/nowhere/a.txt"), 3, "cannot be read"),
     ],
 )
 def test_invalid_flags_give_exit_code_and_message(tmp_path, monkeypatch, capsys, flags, exit_code, message):
@@ -502,7 +518,7 @@ def test_invalid_flags_give_exit_code_and_message(tmp_path, monkeypatch, capsys,
     one, other = write_files(tmp_path, "a\n", "a\n")
     given = evaluate.Flags(
         **{
-            name.removeprefix("--"): int(value) if name == "--worst" else value.format(said=one, heard=other)
+            name.removeprefix("--"): int(value) if name == "--worst" else value.format(references=one, hypotheses=other)
             for name, value in zip(flags[::2], flags[1::2], strict=True)
         }
     )

@@ -139,8 +139,8 @@ def finish(connection: ClientConnection) -> None:
 
 def receive_messages(connection: ClientConnection, kind: str | None = None, timeout: float = 10.0) -> list[dict]:
     """Return all messages until the connection is closed, or only those of type `kind`."""
-    found = []
+    results = []
     with contextlib.suppress(Exception):
         while True:
-            found.append(json.loads(connection.recv(timeout=timeout)))
-    return [message for message in found if kind in (None, message["type"])]
+            results.append(json.loads(connection.recv(timeout=timeout)))
+    return [message for message in results if kind in (None, message["type"])]

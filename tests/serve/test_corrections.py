@@ -143,9 +143,9 @@ def test_unwritable_folder_is_reported(tmp_path):
 )
 def test_unchanged_words_keep_their_times(text, expected):
     segment = edit_segment(text, WORDS)
-    found = [(word.text, word.start, word.end) for word in segment.words]
-    assert [word for word, _, _ in found] == [word for word, _, _ in expected]
-    assert np.allclose([times for _, *times in found], [times for _, *times in expected], atol=1e-3)
+    actual = [(word.text, word.start, word.end) for word in segment.words]
+    assert [word for word, _, _ in actual] == [word for word, _, _ in expected]
+    assert np.allclose([times for _, *times in actual], [times for _, *times in expected], atol=1e-3)
 
 
 def test_line_edited_to_empty_is_dropped():

@@ -14,19 +14,19 @@ import pytest
 
 from konkanivani.serve.server import bind
 from tests.conftest import WORDS, run_in_process, speak, start_script
-from tests.patience import PATIENCE
 from tests.serve.parts import finish, receive_messages, send, start_recording
+from tests.timeouts import PROCESS_TIMEOUT
 
 SERVE = "training_scripts/serve.py"
 
 
-def wait_for_address(output: Path, patience: float = PATIENCE) -> str:
+def wait_for_address(output: Path, patience: float = PROCESS_TIMEOUT) -> str:
     """Wait until the script prints its address and return it."""
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
-        found = re.search(r"http://\S+/", output.read_text() if output.exists() else "")
-        if found:
-            return found[0]
+        match = re.search(r"http://\S+/", output.read_text() if output.exists() else "")
+        if match:
+            return match[0]
         time.sleep(0.1)
     raise AssertionError(output.read_text())
 
@@ -50,14 +50,14 @@ def test_checkpoint_is_served_until_a_signal(base, tmp_path, number):
         with start_recording(RemoteServer(address)) as connection:
             send(connection, np.concatenate([speak(list(WORDS)), np.zeros(16_000, dtype=np.float32)]))
             finish(connection)
-            messages = receive_messages(connection, timeout=PATIENCE)
+            messages = receive_messages(connection, timeout=PROCESS_TIMEOUT)
         assert (messages[0]["type"], messages[-1]["type"]) == ("ready", "finished")
         assert messages[0]["model"] == base.name and not messages[0]["can_save"]
         with start_recording(RemoteServer(address)) as connection:
             send(connection, speak(list(WORDS)))
             os.kill(script.pid, number)
             ended = time.monotonic()
-            code = script.wait(PATIENCE)
+            code = script.wait(PROCESS_TIMEOUT)
         assert time.monotonic() - ended < 5
     finally:
         script.kill()

@@ -116,12 +116,14 @@ def global_batch(examples: list[Example], batch_size: int) -> GlobalBatch:
 
 def all_lines() -> list[str]:
     """Return at least 700 lines: `LINES`, their words in other orders, and the Konkani sentences if available."""
-    found = list(LINES)
+    results = list(LINES)
     for path in sorted(KONKANI.glob("*.txt")) if KONKANI.is_dir() else ():
-        found += path.read_text(encoding="utf-8").splitlines()
+        results += path.read_text(encoding="utf-8").splitlines()
     words = " ".join(LINES).split()
-    found += [" ".join(words[(7 * n + k * k) % len(words)] for k in range(3 + n % 9)) for n in range(700 - len(LINES))]
-    return found
+    results += [
+        " ".join(words[(7 * n + k * k) % len(words)] for k in range(3 + n % 9)) for n in range(700 - len(LINES))
+    ]
+    return results
 
 
 @functools.cache

@@ -42,10 +42,10 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_correction_stays_within_limits(case):
     text, recognized, expected = CASES[case]
-    found = corrected_words(recognized, text, 0.9)
-    assert [word.text for word in found] == expected
-    assert all(one.end <= other.start + 1e-9 for one, other in zip(found, found[1:], strict=False))
-    assert found[0].start == recognized[0].start and all(word.start < word.end for word in found)
+    actual = corrected_words(recognized, text, 0.9)
+    assert [word.text for word in actual] == expected
+    assert all(one.end <= other.start + 1e-9 for one, other in zip(actual, actual[1:], strict=False))
+    assert actual[0].start == recognized[0].start and all(word.start < word.end for word in actual)
 
 
 def test_negative_control_without_limit_confident_words_change():
@@ -70,7 +70,7 @@ def test_confusions_are_read_from_hypotheses_file(tmp_path):
     rows = [{"reference": "तूं खंय रावता", "hypothesis": "थूं खंय रावता"}, {"reference": "एक", "hypothesis": "एकक"}]
     path = tmp_path / "a.hypotheses.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    assert {one: dict(found) for one, found in read_confusions(path).characters.items()} == {"त": {"थ": 1}}
+    assert {one: dict(item) for one, item in read_confusions(path).characters.items()} == {"त": {"थ": 1}}
 
 
 class RecordingCorrector(Corrector):
@@ -85,8 +85,8 @@ def test_long_texts_are_corrected_in_windows_without_losing_words():
     model = SimpleNamespace(tokenizer=vocabulary(TextLimits(16, 16), is_bytes=True), seen=[])
     text = "one two three four five six seven eight nine ten eleven twelve"
     long_word = "a" * 40
-    found = RecordingCorrector(model, None).correct([text, "", f"one {long_word} two", "short"])
-    assert found == [text.upper(), "", f"ONE {long_word} TWO", "SHORT"]
+    result = RecordingCorrector(model, None).correct([text, "", f"one {long_word} two", "short"])
+    assert result == [text.upper(), "", f"ONE {long_word} TWO", "SHORT"]
     assert all(len(window) < 16 for window in model.seen) and len(model.seen) < 12
     whole = SimpleNamespace(tokenizer=vocabulary(TextLimits(100, 100), is_bytes=True), seen=[])
     assert RecordingCorrector(whole, None).correct([text]) == [text.upper()] and whole.seen == [
@@ -145,9 +145,9 @@ def test_segments_are_corrected_and_keep_raw_text(monkeypatch):
     recognized = [Segment(words(("hello", 0.99), ("wrld", 0.5)))]
     monkeypatch.setattr(correction.Recognizer, "segments", lambda *_: iter(recognized))
     recognizer = correction.Recognizer(None, None, None)
-    found = list(with_corrector(recognizer, UppercaseCorrector(), 0.9).segments("a.wav"))
-    assert [segment.text for segment in found] == ["HELLO WRLD"]
-    (corrected,) = json.loads(json_text(Transcript(tuple(found)), "segment", "a.wav"))["segments"]
+    results = list(with_corrector(recognizer, UppercaseCorrector(), 0.9).segments("a.wav"))
+    assert [segment.text for segment in results] == ["HELLO WRLD"]
+    (corrected,) = json.loads(json_text(Transcript(tuple(results)), "segment", "a.wav"))["segments"]
     assert corrected["raw_text"] == "hello wrld" and (corrected["start"], corrected["end"]) == (0.0, 2.0)
     (plain,) = json.loads(json_text(Transcript(tuple(recognized)), "segment", "a.wav"))["segments"]
     assert "raw_text" not in plain
@@ -177,6 +177,6 @@ def test_bad_input_is_rejected_and_nothing_is_written(case, tmp_path, monkeypatc
     arguments, code, message = BAD[case]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("one\n")
-    with pytest.raises(KonkaniVaniError, match=message) as found:
+    with pytest.raises(KonkaniVaniError, match=message) as result:
         correct.main(arguments)
-    assert found.value.exit_code == code and [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+    assert result.value.exit_code == code and [path.name for path in tmp_path.iterdir()] == ["a.txt"]

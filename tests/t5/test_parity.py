@@ -22,6 +22,7 @@ from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.optimizer_state import BETAS, EPSILON
 from konkanivani.training.step import train_step
 from tests.conftest import mark_full
+from tests.invariants.parts import max_relative_difference
 from tests.t5.folders import (
     KINDS,
     Kind,
@@ -59,8 +60,8 @@ def transformers_inputs(batch: Batch) -> dict[str, torch.Tensor]:
 
 def gradients_of(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     parameters = dict(model.named_parameters())
-    found = torch.autograd.grad(loss, list(parameters.values()))
-    return dict(zip(parameters, found, strict=True))
+    result = torch.autograd.grad(loss, list(parameters.values()))
+    return dict(zip(parameters, result, strict=True))
 
 
 def our_loss(model: T5, batch: Batch, runner: WrapBlock = keep_activations) -> torch.Tensor:
@@ -71,13 +72,8 @@ def our_loss(model: T5, batch: Batch, runner: WrapBlock = keep_activations) -> t
     return objective.total(sums, LossCounts(sum(batch.token_lengths), batch.size))
 
 
-def with_file_names(found: dict[str, torch.Tensor], kind: Kind) -> dict[str, torch.Tensor]:
-    return {name_in_file(name, kind.is_gated): tensor for name, tensor in found.items()}
-
-
-def max_relative_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    assert one.keys() == other.keys() and one
-    return max(float((one[name] - other[name]).norm() / one[name].norm()) for name in one)
+def with_file_names(tensors: dict[str, torch.Tensor], kind: Kind) -> dict[str, torch.Tensor]:
+    return {name_in_file(name, kind.is_gated): tensor for name, tensor in tensors.items()}
 
 
 def test_tokens_of_700_lines_equal_transformers(tmp_path):
@@ -116,10 +112,10 @@ def test_logits_equal_transformers(name, tmp_path):
     with torch.no_grad():
         expected = other(**transformers_inputs(batch)).logits
         output = model(batch.waveforms, batch.sample_lengths, batch.decoder_tokens)
-        found = model.decoder.output(output.decoded)
+        actual = model.decoder.output(output.decoded)
     is_label = batch.targets >= 0  # after the end, transformers' decoder gets other input tokens, which have no label
-    found, expected = found[is_label], expected[is_label]
-    assert float((found - expected).abs().max()) <= 1e-6 * float(expected.abs().max()) and expected.abs().max() > 1
+    actual, expected = actual[is_label], expected[is_label]
+    assert float((actual - expected).abs().max()) <= 1e-6 * float(expected.abs().max()) and expected.abs().max() > 1
 
 
 @pytest.mark.parametrize(("name", "dtype"), list(itertools.product(KINDS, (torch.float64, torch.float32))))
@@ -205,13 +201,13 @@ def test_generated_ids_of_50_inputs_equal_transformers(name, beam):
         with torch.no_grad():
             encoded = ours.encode(batch.waveforms, batch.sample_lengths)
         rules = GenerationRules(most_tokens=most)
-        found = BeamDecode(beam, 0.0, 0.0, None, 0.0, SPECIAL, rules)(ours, *encoded)
-        for one, other in zip(expected, found, strict=True):
+        actual = BeamDecode(beam, 0.0, 0.0, None, 0.0, SPECIAL, rules)(ours, *encoded)
+        for one, other in zip(expected, actual, strict=True):
             # At the length limit, generate ranks hypotheses without the end; this project adds its log probability.
             if beam == 1 or max(len(one), len(other)) < most:
                 assert one == other
                 compared += 1
-        found_rows += map(tuple, found)
+        found_rows += map(tuple, actual)
     assert len(found_rows) == 50 and compared >= (50 if beam == 1 else 10)
     assert len(set(found_rows)) > 8 and len(set(map(len, found_rows))) > 2
 

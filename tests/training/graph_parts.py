@@ -57,8 +57,8 @@ def conformer_parts(model: ModelConfig, recompute: str, middle: float) -> StepPa
     return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, objective=objective))
 
 
-def task_of(parts: StepParts, cut: GlobalBatch, step: int = 0) -> GradientTask:
-    return GradientTask(parts, cut, step, forward_and_backward)
+def task_of(parts: StepParts, batch: GlobalBatch, step: int = 0) -> GradientTask:
+    return GradientTask(parts, batch, step, forward_and_backward)
 
 
 def graphed(parts: StepParts, grid: ShapeGrid = GRID) -> tuple[StepParts, GraphedGradient, RecorderBackend]:
@@ -90,14 +90,16 @@ def eager_on_grid(parts: StepParts, batch: Batch, counts: LossCounts, grid: Shap
         return run_network(parts, micro_batch.inputs, key.recompute)
 
 
-def eager_gradients(parts: StepParts, cut: GlobalBatch, step: int = 0, on_grid: bool = True) -> dict[str, torch.Tensor]:
+def eager_gradients(
+    parts: StepParts, full_batch: GlobalBatch, step: int = 0, on_grid: bool = True
+) -> dict[str, torch.Tensor]:
     """Return the gradients of a global batch without graphs, on the grid or at the batches' own lengths."""
     seed_step(parts.seed, step)
     parts.model.train()
     parts.optimizer.zero_grad()
     run = eager_on_grid if on_grid else GraphedGradient(RecorderBackend(), GRID).run_eagerly
-    for batch in cut.micro_batches:
-        run(parts, batch, loss_counts(cut))
+    for batch in full_batch.micro_batches:
+        run(parts, batch, loss_counts(full_batch))
     return gradients_of(parts)
 
 

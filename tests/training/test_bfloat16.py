@@ -24,9 +24,9 @@ from konkanivani.training.build_step import StateLayout, build_step_parts, memor
 from konkanivani.training.optimizer_state import OptimizerState
 from konkanivani.training.optimizers import BF16_KINDS, build_optimizer
 from konkanivani.training.step import StepParts, train_step
-from tests.invariants.parts import PLACEMENTS, measured_peak
-from tests.pretrained_parts import MODES, are_equal, state_of
-from tests.starts import parse_flags
+from tests.invariants.parts import PLACEMENTS, are_equal, measured_peak
+from tests.pretrained_parts import MODES, state_of
+from tests.run_setup import parse_flags
 from tests.t5.parts import CPU, global_batch, pairs, t5_config
 from tests.tracers import ONLY_TENSORS
 
@@ -45,13 +45,13 @@ def rounded(number: float, step: int, tensor: int = 0, first: int = 0) -> torch.
     return target
 
 
-def deviations(number: float, found: torch.Tensor) -> float:
+def deviations(number: float, result: torch.Tensor) -> float:
     """Return the distance of the mean of roundings from the number, in standard deviations of the mean."""
     exact = float(torch.tensor(number))
     lower, upper = bf16_neighbours(exact)
     share = (exact - lower) / (upper - lower)
-    deviation = (upper - lower) * math.sqrt(share * (1 - share) / found.numel())
-    return abs(float(found.double().mean()) - exact) / deviation
+    deviation = (upper - lower) * math.sqrt(share * (1 - share) / result.numel())
+    return abs(float(result.double().mean()) - exact) / deviation
 
 
 def bf16_neighbours(number: float) -> tuple[float, float]:
@@ -62,9 +62,9 @@ def bf16_neighbours(number: float) -> tuple[float, float]:
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_rounding_is_unbiased_over_elements_and_over_updates(number):
-    found = rounded(number, step=1)
-    assert set(found.double().tolist()) == set(bf16_neighbours(number))
-    assert deviations(number, found) < 4
+    result = rounded(number, step=1)
+    assert set(result.double().tolist()) == set(bf16_neighbours(number))
+    assert deviations(number, result) < 4
     one_element = torch.stack([rounded(number, step)[7] for step in range(1, 400)])
     assert deviations(number, one_element) < 4
     # Negative controls: rounding to the nearest number, and the same random bits in every update.
@@ -96,11 +96,11 @@ def test_random_bits_differ_by_update_tensor_slice_and_position():
 def layer(dtype: torch.dtype) -> torch.nn.Linear:
     """Return a layer of 128 x 600 weights near 1, more than a slice of 2^16, with a bias in fp32."""
     torch.manual_seed(0)
-    found = torch.nn.Linear(600, 128)
+    result = torch.nn.Linear(600, 128)
     with torch.no_grad():
-        found.weight.copy_((1 + 0.1 * torch.randn(128, 600)).to(torch.bfloat16))
-    found.weight = torch.nn.Parameter(found.weight.detach().to(dtype))
-    return found
+        result.weight.copy_((1 + 0.1 * torch.randn(128, 600)).to(torch.bfloat16))
+    result.weight = torch.nn.Parameter(result.weight.detach().to(dtype))
+    return result
 
 
 def updated(dtype: torch.dtype, kind: str, steps: int = 100) -> torch.Tensor:
@@ -123,11 +123,11 @@ def test_small_updates_add_up(kind, monkeypatch):
     monkeypatch.setattr(optimizers, "MAX_ELEMENTS", 2**16)
     before = layer(torch.float32).weight.detach()
     exact = updated(torch.float32, kind) - before
-    found = updated(torch.bfloat16, kind) - before
+    result = updated(torch.bfloat16, kind) - before
     assert exact.mean() < -0.009
-    assert abs(found.mean() / exact.mean() - 1) < 0.02
+    assert abs(result.mean() / exact.mean() - 1) < 0.02
     # Of one weight, the deviation is sqrt(100 updates x 1e-4 x a step of 2^-7) = 0.009.
-    assert (found - exact).abs().max() < 0.08
+    assert (result - exact).abs().max() < 0.08
 
     def nearest(self, target, numbers, step, tensor, first):
         target.copy_(numbers)
@@ -210,9 +210,9 @@ def test_run_resumed_from_a_file_continues_bit_for_bit(kind, tmp_path):
         weights = dict(parts.model.named_parameters())
         return {name: weight.detach() for name, weight in weights.items() if in_bf16(weight)}
 
-    found = resumed(0)
-    expected = {name: weight for name, weight in state_of(undisturbed).items() if name in found}
-    assert are_equal(found, expected)
+    actual = resumed(0)
+    expected = {name: weight for name, weight in state_of(undisturbed).items() if name in actual}
+    assert are_equal(actual, expected)
     assert not are_equal(resumed(7), expected)  # negative control: the random bits of other updates
 
 
@@ -228,9 +228,9 @@ def test_placement_of_bf16_weights_changes_no_result(place):
 def test_plan_counts_two_bytes_per_bf16_number(kind):
     architecture = T5Architecture(dataclasses.replace(SHAPE, d_model=128, feedforward_dim=512, encoder_layers=3))
     config = config_of(kind)
-    said = [dataclasses.replace(one, waveform=torch.arange(2, 66), tokens=[9] * 50) for one in pairs(4)]
+    output = [dataclasses.replace(one, waveform=torch.arange(2, 66), tokens=[9] * 50) for one in pairs(4)]
     parts = build_step_parts(config, architecture, CPU, 100)
-    measured = measured_peak(parts, global_batch(said, 2))
+    measured = measured_peak(parts, global_batch(output, 2))
     planned = build_tracer(config, architecture, ONLY_TENSORS).trace(BatchShape(2, 64.0, 50), RecomputePolicy("never"))
     assert 0.999 * measured <= planned.bytes <= 1.05 * measured
     in_full = config_of(kind, "fp32")

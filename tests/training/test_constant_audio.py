@@ -79,8 +79,8 @@ def parts_of(kind: str, precision: str | None, monkeypatch: pytest.MonkeyPatch) 
 
 def spoken(parts: StepParts) -> list[Example]:
     dtype = next(parts.model.parameters()).dtype
-    found = speeches(3, augmented=False)
-    return [dataclasses.replace(one, waveform=0.1 * one.waveform.to(dtype)) for one in found]
+    result = speeches(3, augmented=False)
+    return [dataclasses.replace(one, waveform=0.1 * one.waveform.to(dtype)) for one in result]
 
 
 def with_constant_rows(normal: list[Example]) -> list[Example]:
@@ -100,15 +100,15 @@ def in_one_micro_batch(speech: list[Example]) -> GlobalBatch:
 @torch.no_grad()
 def outputs(parts: StepParts, global_batch: GlobalBatch) -> dict[str, list[torch.Tensor]]:
     """Return the features, encoded frames and decoded tokens of each utterance, without padding."""
-    found = {}
+    values = {}
     (batch,) = global_batch.micro_batches
     parts.model.eval()
     features, lengths = parts.forward.front_end(batch.waveforms, batch.sample_lengths, None)
     output, _ = parts.forward(batch)
     for row, name in enumerate(batch.utterance_ids):
         frames, tokens = output.encoded_lengths[row], batch.token_lengths[row] + 1
-        found[name] = [features[row, : lengths[row]], output.encoded[row, :frames], output.decoded[row, :tokens]]
-    return found
+        values[name] = [features[row, : lengths[row]], output.encoded[row, :frames], output.decoded[row, :tokens]]
+    return values
 
 
 @pytest.mark.parametrize(("kind", "precision"), parameter_grid(MODELS, [None, *AUTOCAST]))
@@ -118,11 +118,11 @@ def test_constant_rows_are_finite_and_do_not_change_the_other_rows(kind, precisi
     alone = outputs(parts, in_one_micro_batch(normal))
     beside = outputs(parts, in_one_micro_batch(with_constant_rows(normal)))
     assert beside.keys() == alone.keys() | LEVELS.keys()
-    for name, found in beside.items():
-        assert all(tensor.isfinite().all() for tensor in found), name
-    for name, found in alone.items():
-        assert relative_difference(found[0], beside[name][0]) < FEATURES[precision], name
-        for one, other in zip(found[1:], beside[name][1:], strict=True):
+    for name, item in beside.items():
+        assert all(tensor.isfinite().all() for tensor in item), name
+    for name, item in alone.items():
+        assert relative_difference(item[0], beside[name][0]) < FEATURES[precision], name
+        for one, other in zip(item[1:], beside[name][1:], strict=True):
             assert one.shape == other.shape
             assert relative_difference(one.double(), other.double()) < ROUNDED[precision], name
 

@@ -10,6 +10,7 @@ from konkanivani.models.asr import LossCounts
 from konkanivani.training import graphs
 from konkanivani.training.gradient import accumulate
 from konkanivani.training.graphs import CapturedMicroBatch, StaticInputs
+from tests.conftest import parameter_grid
 from tests.invariants.parts import relative_difference
 from tests.training.graph_parts import (
     GRID,
@@ -44,18 +45,17 @@ def replayed_gradients(parts, gradient, backend, cut, step):
     return gradients_of(parts)
 
 
-@pytest.mark.parametrize("recompute", ["never", "always"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("kind", "recompute"), parameter_grid(MODELS, ("never", "always")))
 def test_replay_equals_the_eager_step_bit_for_bit(kind, recompute):
     parts, gradient, backend = graphed(parts_of(kind, recompute))
     eager = parts_of(kind, recompute)
     is_half = parts.forward.amp_dtype is not None
     for step, size in enumerate((4, 2, 1)):  # 1, 2 and 4 micro-batches
-        cut = spoken_batch(step, size, torch.float32 if is_half else torch.float64)
-        found = replayed_gradients(parts, gradient, backend, cut, step)
-        assert differing(found, eager_gradients(eager, cut, step)) == []
-        tight = eager_gradients(eager, cut, step, on_grid=False)
-        farthest = max(relative_difference(found[name], tight[name]) for name in tight)
+        batch = spoken_batch(step, size, torch.float32 if is_half else torch.float64)
+        result = replayed_gradients(parts, gradient, backend, batch, step)
+        assert differing(result, eager_gradients(eager, batch, step)) == []
+        tight = eager_gradients(eager, batch, step, on_grid=False)
+        farthest = max(relative_difference(result[name], tight[name]) for name in tight)
         assert farthest < (0.05 if is_half else BOUND)
 
 
@@ -66,17 +66,17 @@ TWO_AND_FOUR = ShapeGrid(tuple(shape for shape in GRID.shapes if shape.utterance
 def test_dummy_utterances_add_nothing_to_the_gradient(kind, monkeypatch):
     parts, gradient, backend = graphed(parts_of(kind), TWO_AND_FOUR)
     is_half = parts.forward.amp_dtype is not None
-    cut = spoken_batch(5, 3, torch.float32 if is_half else torch.float64)
-    assert [batch.size for batch in cut.micro_batches] == [3, 1]
-    used = [gradient.grid.shape_of(batch).utterances for batch in cut.micro_batches]
-    found = replayed_gradients(parts, gradient, backend, cut, 0)
-    tight = eager_gradients(parts_of(kind), cut, on_grid=False)
+    full_batch = spoken_batch(5, 3, torch.float32 if is_half else torch.float64)
+    assert [batch.size for batch in full_batch.micro_batches] == [3, 1]
+    used = [gradient.grid.shape_of(batch).utterances for batch in full_batch.micro_batches]
+    result = replayed_gradients(parts, gradient, backend, full_batch, 0)
+    tight = eager_gradients(parts_of(kind), full_batch, on_grid=False)
     assert used == [4, 2] and len(gradient.captured_shapes) == 2
-    assert max(relative_difference(found[name], tight[name]) for name in tight) < (0.05 if is_half else BOUND)
+    assert max(relative_difference(result[name], tight[name]) for name in tight) < (0.05 if is_half else BOUND)
     if not is_half:
         # Negative control: with a token as their target, dummy utterances have a loss.
         monkeypatch.setattr(graphs, "_pad_into", lambda buffer, values, _: pad_into(buffer, values, 0))
-        wrong = replayed_gradients(parts, gradient, backend, cut, 0)
+        wrong = replayed_gradients(parts, gradient, backend, full_batch, 0)
         assert (
             parts.model.decoder is None or max(relative_difference(wrong[name], tight[name]) for name in tight) > 1e-3
         )
@@ -84,16 +84,16 @@ def test_dummy_utterances_add_nothing_to_the_gradient(kind, monkeypatch):
 
 def test_dropout_is_independent_of_recomputation_batching_and_padding():
     cuts = [spoken_batch(0, size) for size in (4, 1)]
-    found = [
+    results = [
         eager_gradients(parts_of("conformer", recompute), cut, on_grid=on_grid)
         for recompute in ("never", "always")
         for cut in cuts
         for on_grid in (False, True)
     ]
-    assert max(relative_difference(found[0][name], other[name]) for other in found for name in other) < BOUND
+    assert max(relative_difference(results[0][name], other[name]) for other in results for name in other) < BOUND
     # Negative control: another step has other masks.
     other = eager_gradients(parts_of("conformer"), cuts[0], step=1)
-    assert max(relative_difference(found[0][name], other[name]) for name in other) > 1e-3
+    assert max(relative_difference(results[0][name], other[name]) for name in other) > 1e-3
 
 
 def test_all_shapes_of_a_length_launch_the_same_operators():
@@ -126,16 +126,16 @@ def add_noise(module, inputs):
     ("hook", "reason"), [(read_data, "reads"), (add_host_tensor, "Python"), (add_noise, "generator")]
 )
 def test_negative_control_a_step_a_graph_would_freeze_runs_eagerly(hook, reason, capsys):
-    found = []
+    results = []
     for grid in (GRID, ShapeGrid(())):
         parts, gradient, _ = graphed(parts_of("conformer"), grid)
         parts.model.encoder.blocks[1].register_forward_pre_hook(hook)
         gradient(task_of(parts, spoken_batch(0, 4)))
-        found.append(gradients_of(parts))
+        results.append(gradients_of(parts))
         assert gradient.captured_shapes == ()
     dropped = capsys.readouterr().out
     assert "CUDA graphs: dropped" in dropped and reason in dropped
-    assert differing(*found) == []
+    assert differing(*results) == []
     # The recording was closed: operators run as usual.
     assert torch.zeros(1).item() == 0
 
@@ -143,10 +143,10 @@ def test_negative_control_a_step_a_graph_would_freeze_runs_eagerly(hook, reason,
 def test_negative_control_divisors_from_python_are_frozen(monkeypatch):
     monkeypatch.setattr(StaticInputs, "counts", LossCounts(7.0, 4.0))
     parts, gradient, backend = graphed(parts_of("conformer"))
-    cut = spoken_batch(0, 4)
-    found = replayed_gradients(parts, gradient, backend, cut, 0)
+    batch = spoken_batch(0, 4)
+    result = replayed_gradients(parts, gradient, backend, batch, 0)
     monkeypatch.undo()
-    assert len(differing(found, eager_gradients(parts_of("conformer"), cut))) > 50
+    assert len(differing(result, eager_gradients(parts_of("conformer"), batch))) > 50
 
 
 def test_negative_control_a_branch_on_the_lengths_is_frozen(monkeypatch):
@@ -165,6 +165,6 @@ def test_negative_control_a_branch_on_the_lengths_is_frozen(monkeypatch):
     for parts in both:
         parts.model.encoder.blocks[1].register_forward_pre_hook(branching)
     parts, gradient, backend = graphed(both[0])
-    cut = spoken_batch(0, 4)
-    found = replayed_gradients(parts, gradient, backend, cut, 0)
-    assert len(differing(found, eager_gradients(both[1], cut))) > 50
+    full_batch = spoken_batch(0, 4)
+    result = replayed_gradients(parts, gradient, backend, full_batch, 0)
+    assert len(differing(result, eager_gradients(both[1], full_batch))) > 50

@@ -40,7 +40,7 @@ from konkanivani.training.tensorboard import (
     most_active_tokens,
     tagged_numbers,
 )
-from tests.warm import warm_parent
+from tests.fork_server import fork_server
 
 LOSSES = {"2 loss/all", "2 loss/attention", "2 loss/ctc"}
 
@@ -190,7 +190,7 @@ def test_each_record_is_on_disk_when_log_returns(tmp_path):
         "[book.log(make_step(step)) for step in range(1, 6)]\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    assert warm_parent().run_program(program).returncode == -9
+    assert fork_server().run_program(program).returncode == -9
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3, 4, 5]
     assert steps_of(events_of(tmp_path), "2 loss/all") == [1, 2, 3, 4, 5]
 

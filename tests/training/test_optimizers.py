@@ -39,9 +39,9 @@ from tests.invariants.parts import (
     relative_difference,
     speeches,
 )
-from tests.starts import parse_flags
+from tests.run_setup import parse_flags
 from tests.tracers import ONLY_TENSORS, VOCAB_SIZE, tracer_of
-from tests.training.test_host_reads import HostReads
+from tests.training.test_host_synchronization import HostReads
 
 SMALLER = ["adamw8bit", "adafactor"]
 WIDE = dataclasses.replace(MODEL, d_model=32)  # some matrices have 4096 elements

@@ -99,8 +99,8 @@ def test_weight_decay_applies_to_matrices_only():
 
 def test_steps_reduce_the_loss():
     parts = double_parts()
-    cut = global_batch(speeches(4, augmented=False), 2)
-    losses = [train_step(parts, cut, step).loss for step in range(30)]
+    batch = global_batch(speeches(4, augmented=False), 2)
+    losses = [train_step(parts, batch, step).loss for step in range(30)]
     assert losses[-1] < 0.7 * losses[0]
 
 
@@ -164,8 +164,8 @@ def test_25_skips_in_a_row_or_a_vanishing_loss_scale_end_the_run():
 def test_scaled_gradients_give_the_same_update_and_overflow_halves_scale():
     plain = double_parts()
     scaled = dataclasses.replace(double_parts(), scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
-    cut = global_batch(speeches(4), 2)
-    one, other = train_step(plain, cut, 0), train_step(scaled, cut, 0)
+    batch = global_batch(speeches(4), 2)
+    one, other = train_step(plain, batch, 0), train_step(scaled, batch, 0)
     assert abs(one.gradient_norm - other.gradient_norm) < 1e-9 * one.gradient_norm
     # The scale is a power of two, so nothing is rounded.
     assert all_equal(weights_of(plain), weights_of(scaled))
@@ -224,14 +224,14 @@ def test_intermediate_ctc_equals_the_formula_of_the_paper(weight):
 
 def test_intermediate_ctc_is_not_used_in_validation():
     (batch,) = global_batch(speeches(3, augmented=False), 3).micro_batches
-    found = []
+    results = []
     for weight in (0.0, 0.5):
         parts = with_intermediate(double_parts(), weight)
         parts.model.eval()
-        found.append(parts.forward(batch)[1][0].item())
+        results.append(parts.forward(batch)[1][0].item())
         parts.model.train()
-        found.append(parts.forward(batch)[1][0].item())
-    assert found[0] == found[1] == found[2] != found[3]
+        results.append(parts.forward(batch)[1][0].item())
+    assert results[0] == results[1] == results[2] != results[3]
 
 
 def test_micro_batch_size_does_not_change_a_step_with_intermediate_ctc():

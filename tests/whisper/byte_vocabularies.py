@@ -66,7 +66,7 @@ def added_token_ids(vocabulary: dict[str, int], languages: tuple[str, ...]) -> d
 def derive_merges(strings: list[bytes]) -> list[tuple[bytes, bytes]]:
     """Return the last merge of each string of several bytes: the two earlier strings that merging by rank ends with."""
     ranks = {string: rank for rank, string in enumerate(strings)}
-    found = []
+    results = []
     for string in strings:
         if len(string) < 2:
             continue
@@ -74,8 +74,8 @@ def derive_merges(strings: list[bytes]) -> list[tuple[bytes, bytes]]:
         while len(parts) > 2:
             lowest = min(range(len(parts) - 1), key=lambda at: ranks.get(parts[at] + parts[at + 1], len(ranks)))
             parts[lowest : lowest + 2] = [parts[lowest] + parts[lowest + 1]]
-        found.append((parts[0], parts[1]))
-    return found
+        results.append((parts[0], parts[1]))
+    return results
 
 
 def bytes_to_characters(string: bytes) -> str:

@@ -112,7 +112,7 @@ def read_reference(path: Path) -> torch.nn.Module:
     model, loading_info = transformers.WhisperForConditionalGeneration.from_pretrained(
         path, output_loading_info=True, dtype=torch.float32
     )
-    assert {name: list(found) for name, found in loading_info.items() if found} == {}
+    assert {name: list(item) for name, item in loading_info.items() if item} == {}
     return model.eval()
 
 

@@ -40,11 +40,11 @@ def write_model(
 
     `real`: use Whisper's own vocabulary instead of one from `words`. `dtype`: the number format of the file.
     """
-    found = real_vocabulary() if real else train_vocabulary(" ".join(words), 300)
+    result = real_vocabulary() if real else train_vocabulary(" ".join(words), 300)
     inner = inner or 2 * width
-    named = added_token_ids(found[0], languages)
-    write_vocabulary_files(folder, *found, named)
-    end, size = len(found[0]) - 1, len(found[0]) + len(named)
+    named = added_token_ids(result[0], languages)
+    write_vocabulary_files(folder, *result, named)
+    end, size = len(result[0]) - 1, len(result[0]) + len(named)
     shape = WhisperShape(width, heads, *layers, inner, 80, size, 50 * seconds, positions)
     config = {
         "model_type": "whisper",

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.conftest import ROOT, run_script
-from tests.patience import PATIENCE
+from tests.timeouts import PROCESS_TIMEOUT
 from tests.whisper.folders import transformers
 
 pytestmark = pytest.mark.full
@@ -24,12 +24,12 @@ def test_project_loss_of_any_split_equals_unsplit_trainer_loss():
     """The Trainer's results with a split are not checked, because a later version may correct them."""
     done = run_script(SCRIPT, "accumulation", "--json")
     assert done.returncode == 0 and done.stderr == ""
-    found = json.loads(done.stdout)
-    assert [(cut["batch"], cut["accumulation"]) for cut in found["cuts"]] == [(4, 1), (2, 2), (1, 4)]
+    parsed = json.loads(done.stdout)
+    assert [(cut["batch"], cut["accumulation"]) for cut in parsed["cuts"]] == [(4, 1), (2, 2), (1, 4)]
     for name in ("loss", "norm"):
-        whole = found["cuts"][0][f"trainer_{name}"]
-        assert [cut[f"our_{name}"] for cut in found["cuts"]] == pytest.approx([whole] * 3, rel=1e-5)
-    assert found["transformers"] == transformers.__version__
+        whole = parsed["cuts"][0][f"trainer_{name}"]
+        assert [cut[f"our_{name}"] for cut in parsed["cuts"]] == pytest.approx([whole] * 3, rel=1e-5)
+    assert parsed["transformers"] == transformers.__version__
 
 
 def test_table_depends_on_seed_and_shows_error_of_averaged_means():
@@ -47,7 +47,7 @@ def test_table_depends_on_seed_and_shows_error_of_averaged_means():
 @pytest.mark.parametrize("missing", ["transformers", "accelerate"])
 def test_missing_trainer_package_is_reported_in_one_sentence(missing):
     command = [sys.executable, "-c", RUN_WITHOUT_PACKAGE, SCRIPT, "accumulation", missing]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PROCESS_TIMEOUT)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     assert (
         f"needs {missing}, which cannot be imported here. Install what is missing: pip install {missing}."

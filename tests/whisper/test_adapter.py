@@ -36,8 +36,8 @@ def base(whisper_folders: dict[str, Path]) -> WhisperFolder:
 def build_lora_model(base: WhisperFolder, tuning: TuningConfig, seed: int | None = None) -> Whisper:
     """Return the base with LoRA products: non-zero random ones with a seed, otherwise the initial ones."""
     model = WhisperArchitecture(base.shape, tuning).build()
-    found = model.load_state_dict(base.weights(), strict=False)
-    assert not found.unexpected_keys and all("low_rank" in name for name in found.missing_keys)
+    result = model.load_state_dict(base.weights(), strict=False)
+    assert not result.unexpected_keys and all("low_rank" in name for name in result.missing_keys)
     generator = torch.Generator().manual_seed(seed or 0)
     for name, parameter in model.named_parameters():
         if seed is not None and "low_rank" in name:
@@ -125,8 +125,8 @@ def test_lora_tensors_suffice_and_peft_finds_the_base_model(base, tmp_path):
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "whole"]
-    found = peft.AutoPeftModel.from_pretrained(tmp_path / "alone", dtype=torch.float32)
-    assert distance(our_logits(model), transformers_logits(found.eval())) < 1e-12
+    result = peft.AutoPeftModel.from_pretrained(tmp_path / "alone", dtype=torch.float32)
+    assert distance(our_logits(model), transformers_logits(result.eval())) < 1e-12
 
 
 def test_adapter_omits_layers_without_lora_products(base, tmp_path):

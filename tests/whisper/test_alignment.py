@@ -71,14 +71,14 @@ def test_cross_attention_equals_transformers(whisper_folders):
     features = torch.randn(1, folder.shape.window_frames, folder.shape.mel_bins, dtype=torch.float64)
     tokens = torch.randint(0, folder.shape.vocab_size, (1, 9))
     with torch.no_grad():
-        found = theirs(
+        result = theirs(
             input_features=features.transpose(1, 2), decoder_input_ids=tokens, output_attentions=True, use_cache=False
         )
         encoded, _ = ours.encoder(features, (folder.shape.window_frames,), keep_activations)
         decoded, scores = ours.decoder.with_scores(tokens, encoded)
         plain = ours.decoder(ours.decoder.embedding(tokens), encoded, keep_activations)
-    assert torch.allclose(scores.softmax(dim=-1), torch.stack(found.cross_attentions), rtol=0, atol=1e-12)
-    assert torch.allclose(ours.decoder.output(decoded), found.logits, rtol=0, atol=1e-10)
+    assert torch.allclose(scores.softmax(dim=-1), torch.stack(result.cross_attentions), rtol=0, atol=1e-12)
+    assert torch.allclose(ours.decoder.output(decoded), result.logits, rtol=0, atol=1e-10)
     assert torch.allclose(decoded, plain, rtol=0, atol=1e-12)
 
 
@@ -136,6 +136,6 @@ def test_alignment_heads_are_stored_and_must_be_pairs(tmp_path):
 
 def test_timestamps_are_enabled_only_for_models_trained_with_them(tmp_path):
     folder = read_pretrained(write_model(tmp_path / "small"))
-    found = build_pretrained_model(folder, PretrainedConfig(language="mr"), torch.device("cpu"))
-    assert found.tokenizer.has_times and with_word_times(found) is found
-    assert with_word_times(replace(found, knows_times=True)).tokenizer.rules.times is not None  # negative control
+    result = build_pretrained_model(folder, PretrainedConfig(language="mr"), torch.device("cpu"))
+    assert result.tokenizer.has_times and with_word_times(result) is result
+    assert with_word_times(replace(result, knows_times=True)).tokenizer.rules.times is not None  # negative control

@@ -30,7 +30,7 @@ from konkanivani.planning.traces import build_tracer
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, train_step
 from tests.invariants.parts import measured_peak, relative_difference
-from tests.starts import parse_flags
+from tests.run_setup import parse_flags
 from tests.whisper.folders import KINDS, read_reference
 from tests.whisper.test_training import (
     ARCHITECTURE,
@@ -63,15 +63,15 @@ def parts_of(
 
 def outputs(parts: StepParts, utterances: list[Example], size: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return the encoded frames and logits of the valid positions of each utterance."""
-    found = {}
+    values = {}
     with torch.no_grad():
         for batch in global_batch(size, utterances).micro_batches:
             output, _ = parts.forward(batch)
             logits = parts.model.decoder.output(output.decoded)
             for row, name in enumerate(batch.utterance_ids):
                 frames, tokens = output.encoded_lengths[row], batch.token_lengths[row] + 1
-                found[name] = output.encoded[row, :frames], logits[row, :tokens]
-    return found
+                values[name] = output.encoded[row, :frames], logits[row, :tokens]
+    return values
 
 
 def max_relative_difference(one: dict, other: dict) -> float:
@@ -105,8 +105,8 @@ def test_gradients_do_not_depend_on_micro_batch_size(recompute):
     parts = parts_of(recompute=recompute)
     whole = gradients(parts, global_batch(5, speeches(5)))
     for size in (1, 2):
-        cut = gradients(parts, global_batch(size, speeches(5)))
-        assert max(relative_difference(whole[name], cut[name]) for name in whole) < BOUND
+        batch = gradients(parts, global_batch(size, speeches(5)))
+        assert max(relative_difference(whole[name], batch[name]) for name in whole) < BOUND
     other = gradients(parts_of(ARCHITECTURE), global_batch(5, speeches(5)))
     # Negative control: padded windows give other gradients.
     assert max(relative_difference(whole[name], other[name]) for name in whole) > 1e-3
@@ -118,13 +118,13 @@ def test_greedy_search_does_not_depend_on_batch_size():
         parameter.data.mul_(8 if parameter.dim() > 1 else 1)
     utterances = speeches(6, augmented=False)
     for size in (1, 6):
-        found = {}
+        values = {}
         for batch in global_batch(size, utterances).micro_batches:
             features, lengths = parts.forward.front_end(batch.waveforms, batch.sample_lengths, None)
             with torch.no_grad():
                 encoded = parts.model.encoder(features, lengths, keep_activations)
-            found |= dict(zip(batch.utterance_ids, decode(parts.model, *encoded), strict=True))
-        results.append(found)
+            values |= dict(zip(batch.utterance_ids, decode(parts.model, *encoded), strict=True))
+        results.append(values)
     assert results[0] == results[1] and len({tuple(tokens) for tokens in results[0].values()}) > 1
 
 
@@ -142,8 +142,8 @@ def test_encoder_equals_transformers_layers_on_speech_frames(samples, whisper_fo
         x = F.gelu(theirs.conv2(F.gelu(theirs.conv1(features.transpose(1, 2))))).transpose(1, 2)
         x = x + theirs.embed_positions.weight[: x.shape[1]]
         for layer in theirs.layers:
-            found = layer(x, None)
-            x = found[0] if isinstance(found, tuple) else found
+            result = layer(x, None)
+            x = result[0] if isinstance(result, tuple) else result
         encoded, encoded_lengths = model.encoder(features, lengths, keep_activations)
     assert encoded_lengths == (encoded.shape[1],) == (-(-lengths[0] // 2),)
     assert relative_difference(theirs.layer_norm(x), encoded) < 1e-12
@@ -169,9 +169,9 @@ def test_speech_features_start_the_window_and_full_window_has_no_mask(monkeypatc
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_planned_peak_is_within_2_percent_of_measured(recompute):
-    config, cut = step_config(recompute), global_batch(2, speeches(4, torch.float32, augmented=False))
-    measured = measured_peak(parts_of(SPEECH, torch.float32, recompute), cut)
-    planned = build_tracer(config, SPEECH, ONLY_TENSORS).trace_global_batch(cut, RecomputePolicy(recompute)).bytes
+    config, batch = step_config(recompute), global_batch(2, speeches(4, torch.float32, augmented=False))
+    measured = measured_peak(parts_of(SPEECH, torch.float32, recompute), batch)
+    planned = build_tracer(config, SPEECH, ONLY_TENSORS).trace_global_batch(batch, RecomputePolicy(recompute)).bytes
     assert 0.999 * measured <= planned <= 1.02 * measured
 
 

@@ -27,15 +27,23 @@ from tests.conftest import (
     write_corpus,
 )
 from tests.faults.test_error_texts import message_defect
+from tests.whisper.folder_changes import (
+    EMBEDDING,
+    INDEX,
+    WEIGHTS,
+    FolderChange,
+    change_json,
+    change_tensors,
+    change_weight_bytes,
+    write_or_remove,
+)
 from tests.whisper.small_model import write_model
 
-WEIGHTS, INDEX, EMBEDDING = "model.safetensors", "model.safetensors.index.json", "model.decoder.embed_tokens.weight"
 CONFIG, GENERATION, PREPROCESSOR = "config.json", "generation_config.json", "preprocessor_config.json"
 BIAS = "model.decoder.layer_norm.bias"
 SHORT = "--device cpu --batch_size 2 --gradient_accumulation_steps 1 --max_steps 1 --epochs 1 --num_workers 0".split()
 LANGUAGE = ("--language", "mr")
 KINDS = {"full": (), "frozen": ("--freeze", "encoder"), "lora": ("--lora_rank", "2")}
-Change = Callable[[Path], object]
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,7 @@ class Models:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> Models:
     root = tmp_path_factory.mktemp("bad_input")
-    found = Models(root, write_corpus(root / "corpus", {"train": 6, "valid": 2}, lengths=range(1, 3)))
+    result = Models(root, write_corpus(root / "corpus", {"train": 6, "valid": 2}, lengths=range(1, 3)))
     others = {"wide": {"width": 32}, "other": {"seed": 1}, "english": {"languages": ()}}
     for name, changes in ({"base": {}, "no_translate": {}} | others).items():
         # An untrained model decodes until the last position.
@@ -69,10 +77,10 @@ def models(tmp_path_factory) -> Models:
     added = root / "no_translate" / "added_tokens.json"
     added.write_text(added.read_text().replace("<|translate|>", "<|nothing|>"))
     for kind, flags in KINDS.items():
-        flags = ("--pretrained", found.folder(), *LANGUAGE, *flags)
-        checked(run_trainer(*found.corpus.flags(), *SHORT, *run_folders(root / kind), *flags))
-    checked(run_trainer(*TINY_MODEL, *found.corpus.flags(), *SHORT, *run_folders(root / "ours")))
-    return found
+        flags = ("--pretrained", result.folder(), *LANGUAGE, *flags)
+        checked(run_trainer(*result.corpus.flags(), *SHORT, *run_folders(root / kind), *flags))
+    checked(run_trainer(*TINY_MODEL, *result.corpus.flags(), *SHORT, *run_folders(root / "ours")))
+    return result
 
 
 def check_rejected(done, code: int, message: str) -> None:
@@ -89,31 +97,6 @@ def train(models: Models, out: Path, *flags: str):
     return run_trainer(*models.corpus.flags(), *SHORT, *run_folders(out), *flags, cwd=out)
 
 
-def change_json(name: str, **changes: object) -> Change:
-    """Return a function that changes settings of a JSON file in a folder."""
-    return lambda at: (at / name).write_text(json.dumps(json.loads((at / name).read_text()) | changes))
-
-
-def write_or_remove(name: str, data: str | None) -> Change:
-    """Return a function that writes this content to a file in a folder, or removes the file."""
-    return lambda at: (at / name).unlink() if data is None else (at / name).write_text(data)
-
-
-def change_weight_bytes(change: Callable[[bytes], bytes]) -> Change:
-    return lambda at: (at / WEIGHTS).write_bytes(change((at / WEIGHTS).read_bytes()))
-
-
-def change_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
-    """Return a function that applies `change` to the tensors of a folder."""
-
-    def rewrite(at: Path) -> None:
-        found = safetensors.torch.load((at / WEIGHTS).read_bytes())
-        change(found)
-        safetensors.torch.save_file(found, at / WEIGHTS)
-
-    return rewrite
-
-
 def index_outside_folder(at: Path) -> None:
     names = safetensors.torch.load((at / WEIGHTS).read_bytes())
     (at / WEIGHTS).rename(at / "shard.safetensors")
@@ -121,7 +104,7 @@ def index_outside_folder(at: Path) -> None:
 
 
 HEADS = {"encoder_attention_heads": 3, "decoder_attention_heads": 3}
-FOLDERS: dict[str, tuple[Change, int, str]] = {
+FOLDERS: dict[str, tuple[FolderChange, int, str]] = {
     "no folder": (shutil.rmtree, 2, "There is no folder .*Use the folder"),
     "no config": (write_or_remove(CONFIG, None), 4, r"has no config\.json"),
     "not JSON": (write_or_remove(CONFIG, "{"), 4, r"config\.json is not JSON"),
@@ -418,7 +401,7 @@ def test_export_without_base_folder_is_rejected_with_advice(models, tmp_path):
     check_rejected(done, 4, "does not exist, .* Give its current path with --pretrained")
 
 
-PLANS: dict[str, tuple[tuple[str, ...], Change, int, str]] = {
+PLANS: dict[str, tuple[tuple[str, ...], FolderChange, int, str]] = {
     "width": (("--d_model", "64"), lambda at: None, 2, "--d_model would change it"),
     "freeze": (("--freeze", "99"), lambda at: None, 2, "the encoder has only 2 blocks"),
     "2^40": ((), change_json(CONFIG, d_model=2**40), 4, "must be a number from 1 to 16384"),
@@ -454,6 +437,6 @@ def test_too_long_utterances_are_skipped_with_row_and_reason(models, tmp_path):
     done = run_trainer(*SHORT[:-6], *run_folders(tmp_path), *flags, "--epochs", "1", "--num_workers", "0")
     assert done.returncode == 0, done.stderr  # a whole epoch: the model rejects longer input
     listed = [json.loads(line) for line in (tmp_path / "runs/default/rejected.jsonl").read_text().splitlines()]
-    assert [found["row"] for found in listed] == [2, 4, 6]
-    for found, message in zip(listed, ("model's window at speed 0.9, 2.7 s",) * 2 + ("the decoder's 63",), strict=True):
-        assert found["reason"].endswith(message), found
+    assert [item["row"] for item in listed] == [2, 4, 6]
+    for item, message in zip(listed, ("model's window at speed 0.9, 2.7 s",) * 2 + ("the decoder's 63",), strict=True):
+        assert item["reason"].endswith(message), item

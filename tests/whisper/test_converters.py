@@ -43,7 +43,7 @@ def test_ctranslate2_model_generates_the_same_tokens(tmp_path):
         encoded = model.encoder(features, lengths, keep_activations)
     ours = greedy_decode(architecture, vocabulary)(model, *encoded)
     prompt = [vocabulary.special.start, *vocabulary.prefix]
-    found = theirs.generate(
+    result = theirs.generate(
         ctranslate2.StorageView.from_array(features.transpose(1, 2).contiguous().numpy()),
         [prompt] * 4,
         beam_size=1,
@@ -51,7 +51,7 @@ def test_ctranslate2_model_generates_the_same_tokens(tmp_path):
         suppress_blank=False,
         suppress_tokens=[],
     )
-    generated = [one.sequences_ids[0] for one in found]
+    generated = [one.sequences_ids[0] for one in result]
     # CTranslate2 may stop at another length limit.
     assert generated == [mine[: len(theirs)] for mine, theirs in zip(ours, generated, strict=True)]
     assert len({tuple(tokens) for tokens in generated}) > 1 and all(len(set(tokens)) > 3 for tokens in generated)

@@ -35,15 +35,15 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> PromptedVocabulary:
 @pytest.fixture(scope="module")
 def model(vocabulary: PromptedVocabulary) -> Whisper:
     """Return a random model that is confident and rarely predicts times."""
-    found = to_project_model(reference(kind_of(vocabulary)), kind_of(vocabulary))
+    result = to_project_model(reference(kind_of(vocabulary)), kind_of(vocabulary))
     with torch.no_grad():
-        found.decoder.norm.weight.mul_(1.5)
-        weight = found.decoder.embedding.weight
+        result.decoder.norm.weight.mul_(1.5)
+        weight = result.decoder.embedding.weight
         weight[vocabulary.no_times :].mul_(0.1)
         weight[[vocabulary.special.end, *LETTERS]] *= 3.0 / weight[[vocabulary.special.end, *LETTERS]].norm(
             dim=1, keepdim=True
         )
-    return found
+    return result
 
 
 @torch.no_grad()
@@ -120,10 +120,10 @@ def test_only_repetitive_hypotheses_are_sampled_again(model, vocabulary, utteran
     first = decode_frames(decode.inner, model, *given)
     assert compression_ratio(vocabulary.decode(first[1]).encode()) > 2.4
     starts = DecoderStarts(model, monkeypatch)
-    found = decode_frames(decode, model, *given)
-    assert [one == other for one, other in zip(found, first, strict=True)] == [True, False, True, True]
+    result = decode_frames(decode, model, *given)
+    assert [one == other for one, other in zip(result, first, strict=True)] == [True, False, True, True]
     assert starts.sizes[0] == 4 and set(starts.sizes[1:]) == {1} and 3 <= len(starts.sizes[1:]) <= 7
-    assert decode_frames(dataclasses.replace(decode, seed=1), model, *given)[1] != found[1]
+    assert decode_frames(dataclasses.replace(decode, seed=1), model, *given)[1] != result[1]
     lenient = dataclasses.replace(decode, max_compression=100.0, min_log_probability=-100.0)  # negative control
     assert decode_frames(lenient, model, *given) == first
 
@@ -156,8 +156,8 @@ def test_fallback_does_not_depend_on_the_batch(model, vocabulary, utterances, be
     # "unsure" gives the tokens of "good"; the loop of "sure loop" is cut down to the token of "other".
     assert alone["silence"] == [] and len(set(map(tuple, alone.values()))) == len(alone) - 2
     for order in (list(alone)[::-1], ["loop", "good", "loop"], ["guess", "sure loop", "loop"]):
-        found = decode_frames(decode, model, *(utterances[name] for name in order))
-        assert found == [alone[name] for name in order]
+        result = decode_frames(decode, model, *(utterances[name] for name in order))
+        assert result == [alone[name] for name in order]
     other = decode_frames(dataclasses.replace(decode, seed=1), model, utterances["loop"])
     assert other != [alone["loop"]]  # negative control
 
@@ -211,8 +211,8 @@ def transformers_greedy(model: torch.nn.Module, encoded: torch.Tensor, vocabular
         steps.append(processors.WhisperTimeStampLogitsProcessor(settings, begin_index=begin))
     hidden = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=encoded)
     given = {"decoder_input_ids": start, "encoder_outputs": hidden, "generation_config": settings}
-    found = transformers.GenerationMixin.generate(model, logits_processor=steps, **given)
-    return found.sequences[:, begin:], torch.stack(found.scores, dim=1)
+    result = transformers.GenerationMixin.generate(model, logits_processor=steps, **given)
+    return result.sequences[:, begin:], torch.stack(result.scores, dim=1)
 
 
 @pytest.mark.parametrize("with_times", [False, True])
@@ -230,22 +230,22 @@ def test_mean_log_probability_equals_transformers(vocabulary, with_times):
         with torch.no_grad():
             scorer = search.attention(ours, encoded, (FRAMES,) * 3, 1)
             limits = dict(enumerate(search.limits(ours, (FRAMES,) * 3)))
-            found = generate(scorer, lambda _step, _rows, likely: likely.argmax(dim=1), limits, end)
+            actual = generate(scorer, lambda _step, _rows, likely: likely.argmax(dim=1), limits, end)
         for row in range(3):
-            length = len(found[row].tokens)
+            length = len(actual[row].tokens)
             is_ended, ids = length < limits[row], tokens[row, : length + 1]
-            assert ids.tolist()[:length] == found[row].tokens
+            assert ids.tolist()[:length] == actual[row].tokens
             for temperature in (1.0, 0.4):  # transformers divides the scores by the temperature
                 of_row = list(scores[row] / temperature)
                 expected = whisper._retrieve_avg_logprobs(of_row[: len(ids)], ids, temperature).item()
                 # Without an end, transformers averages over one token less; OpenAI's code and this project count
                 # the end.
                 expected *= 1 if is_ended else length / (length + 1)
-                assert found[row].mean_log_probability == pytest.approx(expected, abs=1e-5)
+                assert actual[row].mean_log_probability == pytest.approx(expected, abs=1e-5)
             compared += is_ended
             plain = search.search(ours, encoded[row : row + 1], (FRAMES,), best=1)[0][0]
             # Negative control: suppressed tokens change the normalisation.
-            assert plain.log_probability / (length + 1) < found[row].mean_log_probability - 1e-3
+            assert plain.log_probability / (length + 1) < actual[row].mean_log_probability - 1e-3
     assert compared > 3
 
 
@@ -256,10 +256,10 @@ def test_tokens_are_sampled_from_softmax_at_temperature(model, vocabulary, utter
     for temperature, others in ((0.6, 1.5), (1.0, 0.4)):
         decode = build_fallback(vocabulary, temperatures=(temperature,), max_compression=-1.0)
         seeds = [dataclasses.replace(with_token_limit(decode, 1), seed=seed) for seed in range(draws)]
-        found = [int(one._drawn(temperature)(0, [0], scores.log_softmax(0)[None])) for one in seeds]
-        for one, first in zip(seeds[:5], found, strict=False):
+        results = [int(one._drawn(temperature)(0, [0], scores.log_softmax(0)[None])) for one in seeds]
+        for one, first in zip(seeds[:5], results, strict=False):
             assert decode_frames(one, model, loop)[0] == [first] * (first != vocabulary.special.end)
-        counts = torch.bincount(torch.tensor(found), minlength=len(scores))
+        counts = torch.bincount(torch.tensor(results), minlength=len(scores))
         likely = (scores / temperature).softmax(dim=0)
         deviation = (likely * (1 - likely) / draws).sqrt()
         common = likely > 0.02
@@ -281,8 +281,10 @@ def test_fallback_does_not_increase_peak_memory(vocabulary):
             decode(model, encoded[:rows], (shape.source_positions,) * rows)
         return live.peak
 
-    found = [hypotheses[0] for hypotheses in decode.inner.search(model, encoded, (shape.source_positions,) * 3, best=1)]
-    likely = sorted(hypothesis.log_probability / (len(hypothesis.tokens) + 1) for hypothesis in found)
+    results = [
+        hypotheses[0] for hypotheses in decode.inner.search(model, encoded, (shape.source_positions,) * 3, best=1)
+    ]
+    likely = sorted(hypothesis.log_probability / (len(hypothesis.tokens) + 1) for hypothesis in results)
     most = peak(decode.inner)
     for bad in range(1, 4):
         threshold = sum(likely[bad - 1 : bad + 1]) / 2 if bad < 3 else 0.0

@@ -13,10 +13,16 @@ from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError,
 from konkanivani.models.whisper import export
 from konkanivani.models.whisper.export import write_whisper_folder
 from konkanivani.models.whisper.folder import name_in_file, read_whisper_folder
+from tests.whisper.folder_changes import (
+    EMBEDDING,
+    INDEX,
+    WEIGHTS,
+    change_json,
+    change_tensors,
+    change_weight_bytes,
+    write_or_remove,
+)
 from tests.whisper.folders import KINDS, read_reference, write_folder
-
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-EMBEDDING = "model.decoder.embed_tokens.weight"
 
 
 def file_contents(folder: Path) -> dict[str, bytes]:
@@ -117,42 +123,6 @@ def test_rejected_or_failed_write_leaves_no_files(whisper_folders, tmp_path, mon
         patch.setattr(export.shutil, "copyfile", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
         write_whisper_folder(base, weights, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "full"]
-
-
-def change_json(name: str, **changes: object) -> Callable[[Path], None]:
-    """Return a function that changes settings of a JSON file in a folder; a value of ... removes the setting."""
-
-    def change(folder: Path) -> None:
-        found = json.loads((folder / name).read_text()) | changes
-        (folder / name).write_text(json.dumps({key: value for key, value in found.items() if value is not ...}))
-
-    return change
-
-
-def write_or_remove(name: str, data: str | bytes | None) -> Callable[[Path], None]:
-    """Return a function that writes this content to a file in a folder, or removes the file."""
-
-    def change(folder: Path) -> None:
-        (folder / name).unlink(missing_ok=True)
-        if data is not None:
-            (folder / name).write_bytes(data.encode() if isinstance(data, str) else data)
-
-    return change
-
-
-def change_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
-    """Return a function that applies `change` to the tensors of a folder."""
-
-    def rewrite(folder: Path) -> None:
-        found = safetensors.torch.load_file(folder / WEIGHTS)
-        change(found)
-        safetensors.torch.save_file(found, folder / WEIGHTS, {"format": "pt"})
-
-    return rewrite
-
-
-def change_weight_bytes(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    return lambda folder: (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes()))
 
 
 def index_tensor_in(file: object) -> Callable[[Path], None]:
@@ -257,27 +227,27 @@ BAD_FOLDERS = {
         change_weight_bytes(lambda data: data.replace(b'"data_offsets":[0,', b'"data_offsets":[4,', 1)),
         r"its model\.safetensors is damaged",
     ),
-    "missing tensor": (change_tensors(lambda found: found.pop(EMBEDDING)), f"it has no tensor {EMBEDDING}"),
+    "missing tensor": (change_tensors(lambda tensors: tensors.pop(EMBEDDING)), f"it has no tensor {EMBEDDING}"),
     "unexpected tensor": (
-        change_tensors(lambda found: found.update(more=torch.zeros(1))),
+        change_tensors(lambda tensors: tensors.update(more=torch.zeros(1))),
         "its tensor more is not part of Whisper",
     ),
     "tensor of another shape": (
-        change_tensors(lambda found: found.update({"model.decoder.layer_norm.bias": torch.zeros(1, 32)})),
+        change_tensors(lambda tensors: tensors.update({"model.decoder.layer_norm.bias": torch.zeros(1, 32)})),
         r"model\.decoder\.layer_norm\.bias has the shape \(1, 32\)",
     ),
     "integer tensor": (
         change_tensors(
-            lambda found: found.update({"model.decoder.layer_norm.bias": torch.zeros(32, dtype=torch.int32)})
+            lambda tensors: tensors.update({"model.decoder.layer_norm.bias": torch.zeros(32, dtype=torch.int32)})
         ),
         r"model\.decoder\.layer_norm\.bias is of type I32",
     ),
     "NaN": (
-        change_tensors(lambda found: found[EMBEDDING][7].fill_(torch.nan)),
+        change_tensors(lambda tensors: tensors[EMBEDDING][7].fill_(torch.nan)),
         f"its {EMBEDDING} contains values that are not finite",
     ),
     "output layer differs": (
-        change_tensors(lambda found: found.update({"proj_out.weight": found[EMBEDDING] + 1})),
+        change_tensors(lambda tensors: tensors.update({"proj_out.weight": tensors[EMBEDDING] + 1})),
         r"its proj_out\.weight differs from its model\.decoder\.embed_tokens\.weight, to which",
     ),
     "weight file outside folder": (
@@ -297,17 +267,17 @@ def test_bad_folder_is_rejected_with_one_sentence(case, whisper_folders, tmp_pat
     folder = tmp_path / "folder"
     shutil.copytree(whisper_folders["tiny"], folder)
     change(folder)
-    with pytest.raises(CheckpointError, match=words) as found:
+    with pytest.raises(CheckpointError, match=words) as result:
         read_whisper_folder(folder).build()
-    assert str(folder) in str(found.value) and "\n" not in str(found.value) and found.value.exit_code == 4
-    assert str(found.value).endswith(".") and len(str(found.value)) < 420 + len(str(folder))
+    assert str(folder) in str(result.value) and "\n" not in str(result.value) and result.value.exit_code == 4
+    assert str(result.value).endswith(".") and len(str(result.value)) < 420 + len(str(folder))
 
 
 def test_valid_folder_is_accepted(whisper_folders, tmp_path):
     """Negative control of the table: optional files may be missing, and an equal output layer is accepted."""
     folder = tmp_path / "folder"
     shutil.copytree(whisper_folders["tiny"], folder)
-    change_tensors(lambda found: found.update({"proj_out.weight": found[EMBEDDING].clone()}))(folder)
+    change_tensors(lambda result: result.update({"proj_out.weight": result[EMBEDDING].clone()}))(folder)
     write_or_remove(GENERATION, None)(folder)
     (folder / "processor_config.json").write_text(
         json.dumps({"feature_extractor": json.loads((folder / PREPROCESSOR).read_text())})

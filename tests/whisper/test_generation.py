@@ -86,7 +86,7 @@ def generate_with_transformers(
     """
     rules, end = case.vocabulary_for(with_times).rules, case.vocabulary.special.end
     prompt = {name: value for name, value in vars(case.prompt).items() if value is not None}
-    found = case.theirs.generate(
+    result = case.theirs.generate(
         (case.features if features is None else features).transpose(1, 2),
         return_timestamps=with_times,
         num_beams=beam,
@@ -96,8 +96,8 @@ def generate_with_transformers(
         **prompt,
     ).sequences.tolist()
     begin = [case.vocabulary.special.start, *rules.prompt]
-    assert all(row[: len(begin)] == begin for row in found)
-    rows = [row[len(begin) :] for row in found]
+    assert all(row[: len(begin)] == begin for row in result)
+    rows = [row[len(begin) :] for row in result]
     return [row[: row.index(end)] if end in row else row for row in rows]
 
 
@@ -140,9 +140,9 @@ def build_case(name: str, pairs: BytePairs, seed: int) -> Case:
 def cases(request, tmp_path_factory) -> list[Case]:
     """Return eight models of a kind, with a small vocabulary and the published number of languages."""
     languages = tuple(whisper.LANGUAGES)[: 100 if request.param in ("v3", "turbo") else 99]
-    found = train_vocabulary(" ".join(WORDS), 300)
+    result = train_vocabulary(" ".join(WORDS), 300)
     folder = write_vocabulary_files(
-        tmp_path_factory.mktemp("pairs") / "files", *found, added_token_ids(found[0], languages)
+        tmp_path_factory.mktemp("pairs") / "files", *result, added_token_ids(result[0], languages)
     )
     pairs = read_byte_pairs(folder)
     return [build_case(request.param, pairs, seed) for seed in range(MODELS)]
@@ -176,12 +176,12 @@ def test_beam_search_equals_generate_for_ended_hypotheses(cases, with_times):
     compared, unlike_greedy = 0, 0
     for case in cases:
         rules = case.vocabulary_for(with_times).rules
-        expected, found, greedy = (
+        expected, actual, greedy = (
             generate_with_transformers(case, with_times, beam=3),
             case.search_with_rules(rules, beam=3),
             case.search_with_rules(rules),
         )
-        for one, other, likeliest in zip(expected, found, greedy, strict=True):
+        for one, other, likeliest in zip(expected, actual, greedy, strict=True):
             if max(len(one), len(other)) < rules.most_tokens:
                 assert one == other
                 compared, unlike_greedy = compared + 1, unlike_greedy + (one != likeliest)

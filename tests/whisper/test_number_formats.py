@@ -42,8 +42,8 @@ class Base:
 def write_base(path: Path, formats: tuple[torch.dtype, ...], shards: int) -> Base:
     """Write a small model with its tensors in these formats in turn, in one file or in shards with an index."""
     write_model(path, positions=64)
-    found = safetensors.torch.load_file(path / WEIGHTS)
-    cast = {name: found[name].to(formats[place % len(formats)]) for place, name in enumerate(sorted(found))}
+    result = safetensors.torch.load_file(path / WEIGHTS)
+    cast = {name: result[name].to(formats[place % len(formats)]) for place, name in enumerate(sorted(result))}
     files: dict[str, Tensors] = {}
     for place, (name, tensor) in enumerate(cast.items()):
         file = WEIGHTS if shards == 1 else f"model-{place % shards + 1:05}-of-{shards:05}.safetensors"

@@ -18,6 +18,7 @@ from konkanivani.models.whisper.architecture import WhisperArchitecture, Whisper
 from konkanivani.models.whisper.folder import name_in_file, read_whisper_folder
 from konkanivani.models.whisper.model import Whisper, WhisperShape, sinusoids
 from tests.conftest import parameter_grid
+from tests.invariants.parts import max_relative_difference
 from tests.whisper.folders import (
     KINDS,
     Kind,
@@ -47,17 +48,11 @@ def our_loss(model: Whisper, features: torch.Tensor, kind: Kind, runner: WrapBlo
     return objective.total(sums, LossCounts(sum(LENGTHS), len(LENGTHS)))
 
 
-def max_relative_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Return the largest relative difference between tensors of the same name."""
-    assert one.keys() == other.keys() and one
-    return max(float((one[name] - other[name]).norm() / one[name].norm()) for name in one)
-
-
 def transformers_features(waveform: torch.Tensor, mel_bins: int, seconds: int) -> torch.Tensor:
     """Return features (T, F) from transformers."""
     extract = transformers.WhisperFeatureExtractor(feature_size=mel_bins, chunk_length=seconds)
-    found = extract(waveform.numpy(), sampling_rate=16_000)["input_features"]
-    return torch.from_numpy(np.array(found))[0].T
+    result = extract(waveform.numpy(), sampling_rate=16_000)["input_features"]
+    return torch.from_numpy(np.array(result))[0].T
 
 
 @pytest.mark.parametrize(
@@ -78,9 +73,9 @@ def test_features_equal_transformers(mel_bins, seconds, loudness):
         alone, _ = front_end(wave[None], (len(wave),), None)
         assert float((alone[0] - row).abs().max()) <= 1e-6
         silence = row[-(-(len(wave) + 200) // 160) :]
-        assert len(silence) == 0 or (silence == silence[0, 0]).all()
         unpadded, floor = front_end.log_mel(wave[None], (len(wave),))
-        assert unpadded.shape[2] <= 3 + len(wave) / 160 and len(silence) == 0 or silence[0, 0] == floor.item()
+        assert unpadded.shape[2] <= 3 + len(wave) / 160
+        assert len(silence) > 60 and (silence == floor.item()).all()
 
 
 def test_negative_control_other_clamp_or_scaled_bands_are_detected():
@@ -104,9 +99,9 @@ def test_logits_equal_transformers(name, whisper_folders):
         with torch.no_grad(), torch.backends.mkldnn.flags(enabled=enabled):
             expected = other(features.transpose(1, 2), decoder_input_ids=tokens).logits
             output = model(features, (features.shape[1],) * 3, tokens)
-            found = model.decoder.output(output.decoded)
-        assert float((found - expected).abs().max()) <= 1e-6 * float(expected.abs().max()) and expected.abs().max() > 1
-    assert torch.equal(found, expected)
+            actual = model.decoder.output(output.decoded)
+        assert float((actual - expected).abs().max()) <= 1e-6 * float(expected.abs().max()) and expected.abs().max() > 1
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("dtype, most", [(torch.float64, 1e-13), (torch.float32, 1e-5)])
@@ -118,9 +113,9 @@ def test_loss_and_all_gradients_equal_transformers(name, dtype, most):
     loss = model(features.transpose(1, 2), decoder_input_ids=batch.decoder_tokens, labels=labels_of(batch.targets)).loss
     expected = gradients_of(model, loss)
     found_loss = our_loss(ours, features, kind, keep_activations, CHUNK_FRAMES)
-    found = {name_in_file(key): gradient for key, gradient in gradients_of(ours, found_loss).items()}
+    values = {name_in_file(key): gradient for key, gradient in gradients_of(ours, found_loss).items()}
     assert abs(found_loss.item() - loss.item()) <= most * loss.item()
-    assert max_relative_difference(expected, found) <= most
+    assert max_relative_difference(expected, values) <= most
     assert ours.encoder.positions.requires_grad is False and "model.encoder.embed_positions.weight" not in expected
 
 
@@ -170,10 +165,10 @@ def greedy_by_transformers(model: torch.nn.Module, features: torch.Tensor, kind:
     settings = transformers.GenerationConfig(
         max_new_tokens=most, do_sample=False, eos_token_id=kind.end, pad_token_id=kind.end, use_cache=True
     )
-    found = transformers.GenerationMixin.generate(
+    result = transformers.GenerationMixin.generate(
         model, features.transpose(1, 2), generation_config=settings, decoder_input_ids=start
     )
-    rows = [row[1:].tolist() for row in found]
+    rows = [row[1:].tolist() for row in result]
     return [row[: row.index(kind.end)] if kind.end in row else row for row in rows]
 
 
@@ -204,8 +199,8 @@ def test_hypotheses_are_limited_by_decoder_positions():
         ours.decoder.norm.bias.sub_(100 * ours.decoder.embedding.weight[kind.end])
         encoded, lengths = ours.encoder(random_features(kind), (100,) * 2, keep_activations)
     for beam in (1, 3):
-        found = BeamDecode(beam, 0.0, 0.0, None, 0.0, kind.special)(ours, encoded, lengths)
-        assert all(len(tokens) <= 15 for tokens in found) and (beam > 1 or [*map(len, found)] == [15, 15])
+        result = BeamDecode(beam, 0.0, 0.0, None, 0.0, kind.special)(ours, encoded, lengths)
+        assert all(len(tokens) <= 15 for tokens in result) and (beam > 1 or [*map(len, result)] == [15, 15])
 
 
 def test_cached_decoding_equals_uncached_after_reorder_and_select():
@@ -238,10 +233,10 @@ def test_bf16_loss_equals_transformers_with_fp32_gradients():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         given = {"decoder_input_ids": batch.decoder_tokens, "labels": labels_of(batch.targets)}
         expected = model(features.transpose(1, 2), **given).loss
-        found = our_loss(ours, features, kind, RecomputePolicy("always")(1.0), CHUNK_FRAMES)
-    assert found.dtype == torch.float32 and found.item() == pytest.approx(expected.item(), rel=0.01)
+        actual = our_loss(ours, features, kind, RecomputePolicy("always")(1.0), CHUNK_FRAMES)
+    assert actual.dtype == torch.float32 and actual.item() == pytest.approx(expected.item(), rel=0.01)
     half, full = (
-        gradients_of(ours, found),
+        gradients_of(ours, actual),
         gradients_of(ours, our_loss(ours, features, kind, keep_activations, CHUNK_FRAMES)),
     )
     assert all(gradient.dtype == torch.float32 for gradient in half.values())

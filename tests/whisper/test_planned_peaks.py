@@ -114,8 +114,8 @@ def measure_validation_peak(parts: StepParts, seconds: float) -> int:
     live.count(parts.state_tensors())
     parts.model.eval()
     with torch.no_grad(), live:
-        found = recognize(parts.forward, batch, BeamDecode(1, 0.0, 0.0, None, 0.0, OUR_TOKENS, rules))
-    assert all(len(hypothesis) == most for hypothesis in found.hypotheses)
+        result = recognize(parts.forward, batch, BeamDecode(1, 0.0, 0.0, None, 0.0, OUR_TOKENS, rules))
+    assert all(len(hypothesis) == most for hypothesis in result.hypotheses)
     return live.peak
 
 

@@ -40,7 +40,7 @@ TEXT = f"{WORDS[0]} {WORDS[4]}, {WORDS[5]}!"
 
 def write_small_vocabulary(folder: Path, languages: tuple[str, ...]) -> Path:
     return write_vocabulary_files(
-        folder, *(found := train_vocabulary(" ".join(WORDS), 300)), added_token_ids(found[0], languages)
+        folder, *(result := train_vocabulary(" ".join(WORDS), 300)), added_token_ids(result[0], languages)
     )
 
 
@@ -51,8 +51,8 @@ def folder(request, tmp_path_factory) -> Path:
     if request.param == "real":
         if not RANKS.exists():
             pytest.skip(f"{RANKS} is missing: only small vocabularies are tested.")
-        found = real_vocabulary()
-        return write_vocabulary_files(place, *found, added_token_ids(found[0], KINDS["99"]))
+        result = real_vocabulary()
+        return write_vocabulary_files(place, *result, added_token_ids(result[0], KINDS["99"]))
     if request.param == "saved":
         hf_tokenizer = transformers.WhisperTokenizer.from_pretrained(
             str(write_small_vocabulary(place.with_name("apart"), KINDS["99"]))
@@ -163,13 +163,13 @@ def test_english_only_model_rejects_language_and_task(tmp_path):
 
 
 def test_vocabulary_files_may_omit_only_timestamp_tokens(tmp_path):
-    folder = write_vocabulary_files(tmp_path / "files", *(found := train_vocabulary(TEXT, 280)), {})
+    folder = write_vocabulary_files(tmp_path / "files", *(result := train_vocabulary(TEXT, 280)), {})
     with pytest.raises(DataError, match=r"has no token <\|startoftranscript\|>"):
         prompted_vocabulary(folder)
-    named = {name: token for name, token in added_token_ids(found[0], ("mr",)).items() if "." not in name}
-    write_vocabulary_files(folder, *found, named)
+    named = {name: token for name, token in added_token_ids(result[0], ("mr",)).items() if "." not in name}
+    write_vocabulary_files(folder, *result, named)
     # The files have no time tokens; the model of the first vocabulary has them.
-    older, plain = (prompted_vocabulary(folder, size=len(found[0]) + len(named) + 1501), prompted_vocabulary(folder))
+    older, plain = (prompted_vocabulary(folder, size=len(result[0]) + len(named) + 1501), prompted_vocabulary(folder))
     assert older.seconds_of(older.size - 1) == 30.0 and older.piece(older.size - 1) == f"<|{older.size - 1}|>"
     assert older.decode([*older.encode(TEXT), older.size - 1]) == TEXT
     with pytest.raises(UsageError, match="no timestamp tokens"):

@@ -51,8 +51,8 @@ def tuples(segments: list[TimedSegment], vocabulary: PromptedVocabulary) -> list
 def transformers_segments(tokens: list[int], hf_tokenizer) -> list[tuple[str, float, float]]:
     """Return the segments from transformers, which omits a last segment without end time."""
     return [
-        (found["text"].strip(), *found["timestamp"])
-        for found in hf_tokenizer.decode(tokens, output_offsets=True)["offsets"]
+        (item["text"].strip(), *item["timestamp"])
+        for item in hf_tokenizer.decode(tokens, output_offsets=True)["offsets"]
     ]
 
 
@@ -71,10 +71,10 @@ def test_segments_equal_transformers(vocabulary, hf_tokenizer, segments, is_open
         begin, step = step + gap, step + gap + length
         tokens += [vocabulary.first_time + begin, *text, vocabulary.first_time + step]
     tokens = tokens[:-1] if is_open else tokens
-    found = timed_segments(tokens, vocabulary, 30.0)
-    assert tuples(found[:-1] if is_open else found, vocabulary) == transformers_segments(tokens, hf_tokenizer)
-    assert len(found) == len(segments) and (not is_open or found[-1].end == 30.0)
-    assert [token for segment in found for token in segment.tokens] == [t for t in tokens if t < vocabulary.first_time]
+    result = timed_segments(tokens, vocabulary, 30.0)
+    assert tuples(result[:-1] if is_open else result, vocabulary) == transformers_segments(tokens, hf_tokenizer)
+    assert len(result) == len(segments) and (not is_open or result[-1].end == 30.0)
+    assert [token for segment in result for token in segment.tokens] == [t for t in tokens if t < vocabulary.first_time]
 
 
 def test_negative_control_changed_time_is_detected(vocabulary, hf_tokenizer):
@@ -97,8 +97,8 @@ def test_segments_of_decoded_tokens_equal_transformers(vocabulary, hf_tokenizer)
         encoded = torch.randn(3, FRAMES, 32, generator=torch.Generator().manual_seed(seed))
         with torch.no_grad():
             model.decoder.embedding.weight[vocabulary.no_times :] *= 0.7
-            found = search(model, encoded, (FRAMES,) * 3)
-        for tokens in found:
+            actual = search(model, encoded, (FRAMES,) * 3)
+        for tokens in actual:
             segments, expected = timed_segments(tokens, vocabulary, 30.0), transformers_segments(tokens, hf_tokenizer)
             assert tuples(segments[: len(expected)], vocabulary) == expected and len(segments) - len(expected) in (0, 1)
             compared += len(expected)
@@ -136,11 +136,11 @@ def test_word_times_are_within_segment_and_audio(vocabulary, seconds):
     assert {len(tokens) for tokens in word.values()} == {2}
     time = vocabulary.time_token
     timed = [time(0.1), *word[" a"], time(0.2), time(0.24), *word[" b"], *word[" c"], time(0.36)]
-    found = recognized_words(vocabulary, timed, seconds)
-    assert [each.text for each in found] == ["a", "b", "c"]
-    assert 0.1 <= found[0].start <= found[0].end <= 0.2
-    assert 0.24 <= found[1].start <= found[1].end <= found[2].start <= found[2].end <= 0.36
-    assert all(0 < each.confidence < 1 and type(each.start) is type(each.end) is float for each in found)
+    result = recognized_words(vocabulary, timed, seconds)
+    assert [each.text for each in result] == ["a", "b", "c"]
+    assert 0.1 <= result[0].start <= result[0].end <= 0.2
+    assert 0.24 <= result[1].start <= result[1].end <= result[2].start <= result[2].end <= 0.36
+    assert all(0 < each.confidence < 1 and type(each.start) is type(each.end) is float for each in result)
     untimed = recognized_words(vocabulary, [*word[" a"], *word[" b"]], seconds)
     assert [each.text for each in untimed] == ["a", "b"]
     assert 0 == untimed[0].start <= untimed[0].end == untimed[1].start <= untimed[1].end <= seconds

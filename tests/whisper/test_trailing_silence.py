@@ -114,12 +114,12 @@ def test_trailing_silence_is_not_passed_to_the_model(vocabulary, kind, seconds):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SpeechModel, "encode", recording_encode)
-        found = recognizer.transcribe(speech_and_silence(kind, seconds).numpy())
-    assert [word.text for word in found.words] == SPOKEN_WORDS
+        transcript = recognizer.transcribe(speech_and_silence(kind, seconds).numpy())
+    assert [word.text for word in transcript.words] == SPOKEN_WORDS
     (length,) = encoded_lengths
     end_of_speech = len(speech()) / SAMPLE_RATE - 0.06  # `speak` ends with a pause
     assert end_of_speech <= length / SAMPLE_RATE <= end_of_speech + (MARGIN + 5) / STEPS_A_SECOND
-    assert found.words[-1].end <= length / SAMPLE_RATE
+    assert transcript.words[-1].end <= length / SAMPLE_RATE
 
 
 @pytest.mark.parametrize("seconds", SILENCES)
@@ -142,9 +142,9 @@ def test_endless_repetition_is_cut_and_earlier_words_are_kept(vocabulary, loop, 
     repeated = text_tokens(vocabulary, " " + " ".join(LOOPS[loop]))
     recognizer = scripted_recognizer(vocabulary, script, repeated)
     waveform = speech_and_silence("zeros", seconds).numpy()
-    found = [word.text for word in recognizer.transcribe(waveform).words]
+    results = [word.text for word in recognizer.transcribe(waveform).words]
     # A second copy of a loop over the whole text can remain: its first token includes a space and differs.
-    assert found[: len(SPOKEN_WORDS)] == SPOKEN_WORDS and len(found) <= len(SPOKEN_WORDS) + len(LOOPS[loop])
+    assert results[: len(SPOKEN_WORDS)] == SPOKEN_WORDS and len(results) <= len(SPOKEN_WORDS) + len(LOOPS[loop])
     # Negative control: without the fallback, the search repeats up to the last position of the decoder.
     inner = dataclasses.replace(recognizer, decode=recognizer.decode.inner)
     assert len(inner.transcribe(waveform).words) > 4 * len(SPOKEN_WORDS)
@@ -156,18 +156,18 @@ def test_repetition_with_timestamps_is_cut(vocabulary):
     tokens = [timed.time_token(0.0), *text, timed.time_token(1.0)]
     for copy in range(1, 6):
         tokens += [timed.time_token(copy), *text_tokens(vocabulary, " " + SPOKEN_WORDS[3]), timed.time_token(copy + 1)]
-    found = without_final_loop(tokens, timed)
-    assert found[: len(text) + 2] == tokens[: len(text) + 2]
-    assert timed.decode(found).split() in (SPOKEN_WORDS, [*SPOKEN_WORDS, SPOKEN_WORDS[3]])
-    assert timed.seconds_of(found[-1]) in (1.0, 2.0)
+    result = without_final_loop(tokens, timed)
+    assert result[: len(text) + 2] == tokens[: len(text) + 2]
+    assert timed.decode(result).split() in (SPOKEN_WORDS, [*SPOKEN_WORDS, SPOKEN_WORDS[3]])
+    assert timed.seconds_of(result[-1]) in (1.0, 2.0)
 
 
 def test_repetition_that_ends_is_kept(vocabulary):
     """A chant may be real speech; only an endless repetition is certainly a loop."""
     chant = text_tokens(vocabulary, " ".join([*SPOKEN_WORDS, *[SPOKEN_WORDS[3]] * 40]))
     recognizer = scripted_recognizer(vocabulary, chant, [vocabulary.special.end])
-    found = [word.text for word in recognizer.transcribe(speech().numpy()).words]
-    assert found == [*SPOKEN_WORDS, *[SPOKEN_WORDS[3]] * 40]
+    results = [word.text for word in recognizer.transcribe(speech().numpy()).words]
+    assert results == [*SPOKEN_WORDS, *[SPOKEN_WORDS[3]] * 40]
 
 
 @pytest.mark.parametrize(

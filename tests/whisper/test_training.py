@@ -76,11 +76,11 @@ def global_batch(batch_size: int, examples: list[Example] | None = None) -> Glob
     return split_into_micro_batches(examples or speeches(), same_size(batch_size), SPECIAL)
 
 
-def gradients(parts: StepParts, cut: GlobalBatch) -> dict[str, torch.Tensor]:
+def gradients(parts: StepParts, full_batch: GlobalBatch) -> dict[str, torch.Tensor]:
     parts.model.train()
     parts.model.zero_grad()
-    for batch in cut.micro_batches:
-        forward_and_backward(parts, batch, loss_counts(cut))
+    for batch in full_batch.micro_batches:
+        forward_and_backward(parts, batch, loss_counts(full_batch))
     return {name: p.grad.clone() for name, p in parts.model.named_parameters() if p.grad is not None}
 
 
@@ -90,15 +90,15 @@ def test_gradients_do_not_depend_on_micro_batch_size(recompute):
     whole = gradients(parts, global_batch(4))
     assert len(whole) == len(trained_parameters(parts.model)) and "encoder.positions" not in whole
     for size in (1, 2):
-        cut = gradients(parts, global_batch(size))
-        assert max(relative_difference(whole[name], cut[name]) for name in whole) < 1e-9
+        batch = gradients(parts, global_batch(size))
+        assert max(relative_difference(whole[name], batch[name]) for name in whole) < 1e-9
     first, *_ = global_batch(1).micro_batches
     alone = dataclasses.replace(global_batch(1), micro_batches=(first,), tokens=first.token_lengths[0], utterances=1)
     assert relative_difference(whole["decoder.norm.bias"], gradients(parts, alone)["decoder.norm.bias"]) > 1e-3
 
 
 def test_loss_falls_and_decoding_between_steps_changes_nothing():
-    found = []
+    results = []
     for decodes in (False, True):
         parts, decode = parts_of(rate=3e-3), greedy_decode(ARCHITECTURE, UnconstrainedTokens())
         examples = speeches(augmented=False)
@@ -113,8 +113,8 @@ def test_loss_falls_and_decoding_between_steps_changes_nothing():
                 with torch.no_grad():
                     encoded = parts.model.encoder(features, lengths, keep_activations)
                 assert len(decode(parts.model, *encoded)) == 1
-        found.append((losses, torch.cat([p.detach().flatten() for p in parts.model.parameters()])))
-    (alone, weights), (between, weights_between) = found
+        results.append((losses, torch.cat([p.detach().flatten() for p in parts.model.parameters()])))
+    (alone, weights), (between, weights_between) = results
     assert alone == between and torch.equal(weights, weights_between) and alone[-1] < 0.5 * alone[0]
 
 
@@ -136,10 +136,10 @@ def test_freezing_does_not_change_other_gradients(trained):
 def test_planned_peak_is_within_2_percent_of_measured(recompute):
     config = step_config(recompute)
     parts = build_step_parts(config, ARCHITECTURE, CPU, 100)
-    cut = global_batch(2, speeches(4, torch.float32, augmented=False))
+    batch = global_batch(2, speeches(4, torch.float32, augmented=False))
     policy = RecomputePolicy(recompute)
-    measured = measured_peak(parts, cut)
-    planned = build_tracer(config, ARCHITECTURE, ONLY_TENSORS).trace_global_batch(cut, policy).bytes
+    measured = measured_peak(parts, batch)
+    planned = build_tracer(config, ARCHITECTURE, ONLY_TENSORS).trace_global_batch(batch, policy).bytes
     assert 0.999 * measured <= planned <= 1.02 * measured
 
 

@@ -51,13 +51,13 @@ def relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_sliced_loss_and_gradients_equal_pytorch(smoothing, slice_columns):
     decoded, weight, targets = loss_inputs()
-    found, expected = (loss(decoded, weight, targets, smoothing) for loss in (vocabulary_loss_sum, reference_loss))
-    gradients = zip(*(torch.autograd.grad(loss / 7, (decoded, weight)) for loss in (found, expected)), strict=True)
-    assert relative_difference(found, expected) < 1e-14 and all(
+    actual, expected = (loss(decoded, weight, targets, smoothing) for loss in (vocabulary_loss_sum, reference_loss))
+    gradients = zip(*(torch.autograd.grad(loss / 7, (decoded, weight)) for loss in (actual, expected)), strict=True)
+    assert relative_difference(actual, expected) < 1e-14 and all(
         relative_difference(ours, theirs) < 1e-13 for ours, theirs in gradients
     )
     with torch.no_grad():
-        assert torch.equal(vocabulary_loss_sum(decoded, weight, targets, smoothing), found)
+        assert torch.equal(vocabulary_loss_sum(decoded, weight, targets, smoothing), actual)
         weight[VOCABULARY - 1] += 0.01  # negative control
         assert relative_difference(vocabulary_loss_sum(decoded, weight, targets, smoothing), expected) > 1e-5
 
@@ -72,14 +72,14 @@ def test_freezing_the_head_does_not_change_other_gradients(slice_columns):
 def test_bf16_rounds_products_but_not_the_loss(slice_columns):
     decoded, weight, targets = loss_inputs(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, expected = (loss(decoded, weight, targets, 0.0) for loss in (vocabulary_loss_sum, reference_loss))
+        actual, expected = (loss(decoded, weight, targets, 0.0) for loss in (vocabulary_loss_sum, reference_loss))
     exact = reference_loss(decoded, weight, targets, 0.0)
     assert (
-        found.dtype == torch.float32
-        and relative_difference(found, expected) < 1e-5 < relative_difference(found, exact) < 0.01
+        actual.dtype == torch.float32
+        and relative_difference(actual, expected) < 1e-5 < relative_difference(actual, exact) < 0.01
     )
     for name, ours, theirs in zip(
-        ("decoded", "weight"), *(torch.autograd.grad(loss, (decoded, weight)) for loss in (found, exact)), strict=True
+        ("decoded", "weight"), *(torch.autograd.grad(loss, (decoded, weight)) for loss in (actual, exact)), strict=True
     ):
         assert ours.dtype == torch.float32 and 1e-4 < relative_difference(ours, theirs) < 0.02, name
 
@@ -105,11 +105,11 @@ def test_tied_embedding_gets_sum_of_both_gradients():
     head_factors = torch.randn(VOCABULARY, 8, generator=generator, dtype=torch.float64)
     vectors, head = embedding.with_head(tokens)
     assert torch.equal(vectors, embedding(tokens)) and torch.equal(head.weight, embedding.weight)
-    (found,) = torch.autograd.grad((vectors * factors).sum() + (head.weight * head_factors).sum(), embedding.weight)
+    (actual,) = torch.autograd.grad((vectors * factors).sum() + (head.weight * head_factors).sum(), embedding.weight)
     expected = head_factors.clone()
     for token, factor in zip(tokens[0], factors[0], strict=True):
         expected[token] += factor
-    assert relative_difference(found, expected) < 1e-15
+    assert relative_difference(actual, expected) < 1e-15
     vectors, _ = embedding.with_head(tokens)
     (alone,) = torch.autograd.grad((vectors * factors).sum(), embedding.weight)
     assert relative_difference(alone, expected - head_factors) < 1e-14

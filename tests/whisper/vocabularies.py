@@ -13,8 +13,8 @@ POSITIONS = 40  # of the decoder; the models of tests/whisper/folders.py have mo
 
 def write_vocabulary(folder: Path) -> Path:
     """Write the files of a vocabulary of 300 byte strings, three languages and all time tokens."""
-    found = train_vocabulary(" ".join(WORDS), 300)
-    return write_vocabulary_files(folder, *found, added_token_ids(found[0], ("en", "hi", "mr")))
+    result = train_vocabulary(" ".join(WORDS), 300)
+    return write_vocabulary_files(folder, *result, added_token_ids(result[0], ("en", "hi", "mr")))
 
 
 def read_vocabulary(folder: Path) -> PromptedVocabulary:

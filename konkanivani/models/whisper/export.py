@@ -59,12 +59,12 @@ class WrittenFolder:
 
     def sentence(self) -> str:
         """Return the summary as a message."""
-        said = f"Tensors changed: {', '.join(self.rewritten) or 'none, the weights equal those of the base model'}."
+        message = f"Tensors changed: {', '.join(self.rewritten) or 'none, the weights equal those of the base model'}."
         if self.in_full:
-            said += " Stored in fp32: in the half precision of the base model a weight would not be finite."
+            message += " Stored in fp32: in the half precision of the base model a weight would not be finite."
         if self.left_out:
-            said += f" Not written, since they contain weights of the base model: {', '.join(self.left_out)}."
-        return said
+            message += f" Not written, since they contain weights of the base model: {', '.join(self.left_out)}."
+        return message
 
 
 def write_whisper_folder(
@@ -88,8 +88,8 @@ def write_whisper_folder(
 
     def mark(partial: Path) -> None:
         if audio_context not in (None, base.audio_context):
-            said = read_json(partial / base.marked_file)
-            write_json(partial / base.marked_file, said | {AUDIO_CONTEXT: audio_context})
+            settings = read_json(partial / base.marked_file)
+            write_json(partial / base.marked_file, settings | {AUDIO_CONTEXT: audio_context})
 
     return write_copy(base, named, out, mark)
 
@@ -239,10 +239,10 @@ class PretrainedWhisper(PretrainedFolder[WhisperFolder]):
     def vocabulary(self, config: PretrainedConfig) -> PromptedVocabulary:
         """Return the tokenizer with the language and task of `config` as the prompt of its labels."""
         shape = self.folder.shape
-        said = self.folder.generation
+        generation = self.folder.generation
         pairs = read_byte_pairs(self.path)
-        english = is_english_only(pairs, shape.vocab_size, said)
-        tokens = ModelTokens(shape.vocab_size, shape.target_positions, english, said)
+        english = is_english_only(pairs, shape.vocab_size, generation)
+        tokens = ModelTokens(shape.vocab_size, shape.target_positions, english, generation)
         return PromptedVocabulary(pairs, Prompt(config.language, config.task), tokens)
 
     def learning_rate(self, tuning: TuningConfig) -> float:

@@ -146,8 +146,8 @@ def _described(path: Path) -> WhisperFolder:
     folder = WhisperFolder(path, config, {}, shape, generation)
     stored = folder.stored_audio_context
     if stored not in get_args(AudioContext):
-        said = f"{AUDIO_CONTEXT} in its {folder.marked_file} is {stored!r:.40}"
-        raise refused(path, f"{said} but must be {' or '.join(get_args(AudioContext))}")
+        message = f"{AUDIO_CONTEXT} in its {folder.marked_file} is {stored!r:.40}"
+        raise refused(path, f"{message} but must be {' or '.join(get_args(AudioContext))}")
     return folder
 
 

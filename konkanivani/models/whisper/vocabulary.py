@@ -97,8 +97,8 @@ class ModelTokens:
     generation: Mapping[str, object]
 
     @property
-    def said(self) -> dict[str, object]:
-        """Entries of `generation` that are read."""
+    def used_settings(self) -> dict[str, object]:
+        """Return the entries of `generation` that are read."""
         return {name: self.generation[name] for name in GENERATION if name in self.generation}
 
 
@@ -203,7 +203,7 @@ class PromptedVocabulary:
     @cached_property
     def model(self) -> bytes:
         """Serialized form, from which `vocabulary_of` builds an equal vocabulary."""
-        tokens = dataclasses.replace(self._tokens, generation=self._tokens.said)
+        tokens = dataclasses.replace(self._tokens, generation=self._tokens.used_settings)
         about = {**vars(self._prompt), **vars(tokens), "says_times": self._says_times}
         return json.dumps(about).encode() + b"\n" + self._pairs.model
 
@@ -332,9 +332,9 @@ NOTES = tuple("♩♪♫♬♭♮♯")
 def is_english_only(byte_pairs: BytePairs, size: int, settings: Mapping[str, object]) -> bool:
     """Return whether a model is English-only, from generation_config.json or else from its tokens."""
     # Older files lack this key.
-    said = settings.get("is_multilingual")
-    if isinstance(said, bool):
-        return not said
+    is_multilingual = settings.get("is_multilingual")
+    if isinstance(is_multilingual, bool):
+        return not is_multilingual
     return size == ENGLISH_ONLY_SIZE or not any(map(LANGUAGE.fullmatch, byte_pairs.names))
 
 
