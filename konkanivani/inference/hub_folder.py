@@ -121,9 +121,7 @@ def _training_facts(checkpoint: Checkpoint) -> TrainingFacts | None:
     cer = progress.get("best_score")
     # Without a validation manifest, the score counts the epochs instead; without a search, it is a loss.
     is_cer = progress.get("score_kind", ScoreKind.UNKNOWN) in (ScoreKind.UNKNOWN, ScoreKind.CER)
-    is_measured = (
-        is_cer and config.data.valid_manifest is not None and isinstance(cer, float) and 0 <= cer < float("inf")
-    )
+    is_measured = is_cer and config.data.valid_manifest is not None
     return TrainingFacts(
         config=config,
         steps=checkpoint.step,

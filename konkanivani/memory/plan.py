@@ -133,7 +133,7 @@ class MemoryPlan:
 
     def fits_whole_model(self, weights: int) -> bool:
         """Return whether the model, of which `weights` bytes are in fp32, can be evaluated without offloading."""
-        return not self.placement.offloaded_blocks or self.validation + self.context + weights <= self.budget
+        return fits_search(self.placement, self.validation + self.context + weights, self.budget)
 
     @property
     def peak(self) -> int:
