@@ -94,7 +94,7 @@ if [[ "$device" == cpu ]]; then defaults=("${CPU_DEFAULTS[@]}") preset=minimal; 
 
 if [[ -z "$manifest" && $resumed == auto ]]; then
     "$PYTHON" training_scripts/prepare_builtin_corpus.py --output data/builtin
-    defaults+=(--run_name builtin --epochs 20 --speed_perturbation 0.9 1.0 1.1
+    defaults+=(--run_name builtin --epochs 20
         --train_manifest data/builtin/train.jsonl
         --valid_manifest data/builtin/valid.jsonl
         --test_manifest data/builtin/test.jsonl)

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Time and memory of an optimizer step of a random FLAN-T5-small beside transformers with gradient checkpointing.
+"""Compare an optimizer step of a random FLAN-T5-small in this trainer and in transformers: time, memory and loss.
 
-    python benchmarks/peers/t5_step.py --steps 5
+    python3 benchmarks/peers/t5_step.py --rounds 5
 
-Both sides train the same shape on the same tokens in fp32 with AdamW, 8 pairs of 196 and 384 tokens. Each side is a
-process of its own that makes one step when its turn comes, so that both meet the same other load; CPU seconds are of
-all threads. Peaks are of the process, above its memory before the model is built.
+Both train the same shape from the same weights on the same 8 pairs of 196 and 384 tokens, in fp32 on the CPU, with
+AdamW and clipping, as one step. transformers computes it with gradient checkpointing. Their losses must agree. Peak is
+the number of live tensor bytes counted at dispatch; growth is VmHWM minus the resident memory of the process before its
+model, which includes the holes of the C library's heap.
 """
 
 import sys
@@ -16,155 +17,249 @@ import bootstrap
 
 bootstrap.rerun_under_venv()
 
-import argparse
+import dataclasses
+import importlib.util
 import json
-import resource
+import os
 import statistics
-import subprocess
-import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-ROOT = Path(__file__).resolve().parents[2]
-BATCH = 8
-INPUT_TOKENS = 196
-TARGET_TOKENS = 384
-SIDES = ("ours, activations kept", "ours, blocks recomputed", "transformers, checkpointing")
+import torch
 
+from benchmarks.measuring.fixed_step import peak_mib, warm_up
+from benchmarks.peers.processes import OURS, Contestant, Entry, Result, race
+from benchmarks.peers.toolkits import peak_bytes
+from konkanivani.command_line import read_flags, run_script
+from konkanivani.config import DataConfig, LossConfig, MemoryConfig, OptimizerConfig, TrainConfig
+from konkanivani.console import MIB
+from konkanivani.data.batching import Example, same_size, split_into_micro_batches
+from konkanivani.data.text import SpecialTokens
+from konkanivani.errors import NumericsError, UsageError
+from konkanivani.memory.monitor import peak_resident_mib, reset_peak_resident, resident_mib
+from konkanivani.models.asr import trained_parameters
+from konkanivani.models.t5.architecture import T5Architecture
+from konkanivani.models.t5.folder import name_in_file
+from konkanivani.models.t5.model import T5Shape
+from konkanivani.training.build_step import build_step_parts
+from konkanivani.training.optimizer_state import learning_rate
+from konkanivani.training.step import train_step
 
-def ours(recompute: str) -> Callable[[], float]:
-    """Return a function that makes one step of this project and returns the loss."""
-    import torch
-
-    from konkanivani.config import DataConfig, LossConfig, MemoryConfig, OptimizerConfig, TrainConfig
-    from konkanivani.data.batching import Example, same_size, split_into_micro_batches
-    from konkanivani.data.text import SpecialTokens
-    from konkanivani.models.t5.architecture import T5Architecture
-    from konkanivani.models.t5.model import T5Shape
-    from konkanivani.training.build_step import build_step_parts
-    from konkanivani.training.step import train_step
-
-    config = TrainConfig(
-        data=DataConfig(concurrent_micro_batches=1),
-        loss=LossConfig(ctc_weight=0.0, label_smoothing=0.0),
-        memory=MemoryConfig(gradient_checkpointing="always" if recompute == "always" else "never"),
-        optimizer=OptimizerConfig(learning_rate=1e-4, weight_decay=0.0),
-    )
-    shape = T5Shape(512, 64, 6, 8, 8, 1024, 32_128)
-    parts = build_step_parts(config, T5Architecture(shape), torch.device("cpu"), 100)
-    inputs, targets = tokens()
-    pairs = [Example(str(n), inputs[n], targets[n, :-1].tolist(), None) for n in range(BATCH)]
-    cut = split_into_micro_batches(pairs, same_size(BATCH), SpecialTokens(None, None, 0, 1))
-
-    def step() -> float:
-        report = train_step(parts, cut, 1)
-        assert report is not None
-        return report.loss
-
-    return step
+THEIRS = "transformers"
+SMALL = T5Shape(512, 64, 6, 8, 8, 1024, 32_128)
+SPECIAL = SpecialTokens(blank=None, unknown=None, start=0, end=1)
+FIRST_TOKEN = 2
+SCHEDULE = OptimizerConfig(learning_rate=1e-4, weight_decay=0.0)
+TOTAL_STEPS = 100  # for the learning-rate schedule
+DEVIATION = 0.02
+LOSS_SHARE = 0.001  # largest relative difference of the last losses
 
 
-def theirs() -> Callable[[], float]:
-    """Return a function that makes one step of transformers and returns the loss."""
-    import torch
-    import transformers
+@dataclass(frozen=True)
+class T5Terms:
+    """Parameters of the workload: a step on `utterances` pairs of `inputs` and `targets` tokens, ends included."""
 
-    config = transformers.T5Config(
-        vocab_size=32_128,
-        d_model=512,
-        d_kv=64,
-        d_ff=1024,
-        num_layers=8,
-        num_heads=6,
-        feed_forward_proj="gated-gelu",
-        dropout_rate=0.0,
-    )
-    config.tie_word_embeddings = False
-    config.decoder_start_token_id = 0
-    model = transformers.T5ForConditionalGeneration(config).train()
-    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.shared.weight) * 512**-0.5)
-    model.gradient_checkpointing_enable()
-    model.config.use_cache = False
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, weight_decay=0.0)
-    inputs, targets = tokens()
+    utterances: int
+    inputs: int
+    targets: int
+    device: str = "cpu"
 
-    def step() -> float:
-        optimizer.zero_grad()
-        loss = model(input_ids=inputs, labels=targets).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        return loss.item()
-
-    return step
+    def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return inputs (B, T) and targets (B, U), which end with the end token; equal on every machine."""
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randint(FIRST_TOKEN, SMALL.vocab_size, (self.utterances, self.inputs), generator=generator)
+        targets = torch.randint(FIRST_TOKEN, SMALL.vocab_size, (self.utterances, self.targets), generator=generator)
+        targets[:, -1] = SPECIAL.end
+        return inputs, targets
 
 
-def tokens():
-    """Return inputs (8, 196) and targets (8, 384), whose last token is the end."""
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randint(2, 32_000, (BATCH, INPUT_TOKENS), generator=generator)
-    targets = torch.randint(2, 32_000, (BATCH, TARGET_TOKENS), generator=generator)
-    targets[:, -1] = 1
-    return inputs, targets
+@torch.no_grad()
+def fill(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+    """Fill every matrix with random values that depend only on its name in the model's files."""
+    for name, parameter in parameters:
+        if parameter.dim() > 1:
+            drawn = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            parameter.copy_(torch.empty(parameter.shape).normal_(std=DEVIATION, generator=drawn))
 
 
-def peak_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+class KonkaniVani:
+    """`train_step`; the setting `recomputed` is --gradient_checkpointing always."""
 
+    version = "this tree"
 
-def serve(side: str, threads: int) -> None:
-    """Make one step per line on standard input, and print its seconds and the process' peak as JSON."""
-    import torch
-
-    torch.set_num_threads(threads)
-    import konkanivani.training.step  # noqa: F401
-
-    if "ours" not in side:
-        import transformers  # noqa: F401
-    before = peak_mib()
-    step = theirs() if "ours" not in side else ours("always" if "recomputed" in side else "never")
-    for _ in sys.stdin:
-        started = time.perf_counter(), time.process_time()
-        loss = step()
-        ended = time.perf_counter(), time.process_time()
-        seconds, cpu_seconds = (end - begin for begin, end in zip(started, ended, strict=True))
-        found = {"seconds": seconds, "cpu_seconds": cpu_seconds, "loss": loss, "peak": peak_mib() - before}
-        print(json.dumps(found), flush=True)
-
-
-def main() -> None:
-    """Compare the sides in turn and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--side")
-    asked = parser.parse_args()
-    if asked.side:
-        serve(asked.side, asked.threads)
-        return
-    processes = {}
-    for side in SIDES:
-        command = [sys.executable, __file__, "--side", side, "--threads", str(asked.threads)]
-        processes[side] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
-    for _ in range(1 + asked.steps):  # the first step allocates the optimizer's state
-        for side, process in processes.items():
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.write("step\n")
-            process.stdin.flush()
-            found[side].append(json.loads(process.stdout.readline()))
-    for process in processes.values():
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait()
-    print(f"{'':30}{'s a step':>10}{'CPU s':>8}{'MiB':>8}{'first loss':>12}")
-    for side, steps in found.items():
-        seconds, cpu_seconds = (
-            statistics.median(step[name] for step in steps[1:]) for name in ("seconds", "cpu_seconds")
+    def __init__(self, entry: Entry, terms: T5Terms) -> None:
+        together = terms.utterances // entry.micro_batches
+        config = dataclasses.replace(
+            TrainConfig(),
+            data=DataConfig(
+                batch_size=together,
+                gradient_accumulation_steps=entry.micro_batches,
+                concurrent_micro_batches=entry.at_once,
+            ),
+            loss=LossConfig(ctc_weight=0.0, label_smoothing=0.0),
+            optimizer=SCHEDULE,
+            memory=MemoryConfig(gradient_checkpointing="always" if entry.setting == "recomputed" else "never"),
         )
-        print(f"{side:30}{seconds:10.2f}{cpu_seconds:8.2f}{steps[-1]['peak']:8.0f}{steps[0]['loss']:12.3f}")
+        rows = zip(*terms.tokens(), strict=True)
+        pairs = [Example(str(number), one, other[:-1].tolist(), None) for number, (one, other) in enumerate(rows)]
+        self.global_batch = split_into_micro_batches(pairs, same_size(together), SPECIAL)
+        self.resident_before = resident_mib()
+        self.parts = build_step_parts(config, T5Architecture(SMALL), torch.device("cpu"), TOTAL_STEPS)
+        fill((name_in_file(name, is_gated=True), value) for name, value in self.parts.model.named_parameters())
+        self.parameters = sum(parameter.numel() for parameter in trained_parameters(self.parts.model))
+        self.steps = 0
+        warm_up(self.parts, self.global_batch)
+
+    def step(self) -> float:
+        """Run one optimizer step; return the loss in nats per token."""
+        self.steps += 1
+        return train_step(self.parts, self.global_batch, self.steps).loss
+
+    def resident_peak_mib(self) -> float:
+        """Return the peak resident memory over all phases, in MiB."""
+        # The monitor resets VmHWM in each phase, so that it must be read from the monitor.
+        return self.parts.monitor.overall_peak_mib()
+
+    def peak_bytes(self) -> int:
+        """Return the peak of one more step, in bytes."""
+        return round(peak_mib(self.parts, self.global_batch) * MIB)
+
+
+class Transformers:
+    """T5ForConditionalGeneration with gradient checkpointing and AdamW (fused)."""
+
+    def __init__(self, terms: T5Terms) -> None:
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        self.version = transformers.__version__
+        self.inputs, self.targets = terms.tokens()
+        self.device = terms.device
+        config = transformers.T5Config(
+            vocab_size=SMALL.vocab_size,
+            d_model=SMALL.d_model,
+            d_kv=SMALL.head_width,
+            d_ff=SMALL.feedforward_dim,
+            num_layers=SMALL.encoder_layers,
+            num_decoder_layers=SMALL.decoder_layers,
+            num_heads=SMALL.attention_heads,
+            feed_forward_proj="gated-gelu",
+            dropout_rate=0.0,
+            tie_word_embeddings=False,
+            use_cache=False,
+            decoder_start_token_id=SPECIAL.start,
+        )
+        self.resident_before = resident_mib()
+        reset_peak_resident()
+        self.model = transformers.T5ForConditionalGeneration(config).train()
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers 5 ties the output layer unless it is read from a file with other values.
+        self.model.lm_head.weight = torch.nn.Parameter(torch.empty_like(self.model.shared.weight))
+        fill(self.model.named_parameters())
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), betas=(0.9, 0.98), eps=1e-8, weight_decay=0.0, fused=True
+        )
+        self.steps = 0
+        self.step()  # creates the optimizer's state
+
+    def step(self) -> float:
+        """Run one optimizer step; return the loss in nats per token."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(SCHEDULE, self.steps, TOTAL_STEPS)
+        self.steps += 1
+        loss = self.model(input_ids=self.inputs, labels=self.targets).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), SCHEDULE.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    def resident_peak_mib(self) -> float:
+        """Return VmHWM in MiB; only the constructor resets it."""
+        return peak_resident_mib()
+
+    def peak_bytes(self) -> int:
+        """Return the peak of one more step, in bytes."""
+        return peak_bytes(self.model, self.optimizer, self.step, self.device)
+
+
+def build(entry: dict, terms: dict) -> Contestant:
+    """Import the toolkit of an entry and return the contestant."""
+    contestant = Entry(**entry)
+    workload = T5Terms(**terms)
+    if contestant.toolkit == OURS:
+        bootstrap.set_malloc_options(os.environ)  # as in every training script
+        return KonkaniVani(contestant, workload)
+    return Transformers(workload)
+
+
+ENTRIES = (
+    Entry(OURS, "recomputed", 2, at_once=2),
+    Entry(OURS, "kept", 2, at_once=2),
+    Entry(OURS, "recomputed", 1),
+    Entry(OURS, "kept", 1),
+    Entry(THEIRS, "checkpointing", 1),
+)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of this script."""
+
+    rounds: int = 5
+    """Steps of each side after a warm-up; the median counts."""
+    pairs: int = 8
+    """Pairs of a step, an even number."""
+    inputs: int = 196
+    """Tokens of an input."""
+    targets: int = 384
+    """Tokens of a target."""
+    json: bool = False
+    """Print one line of JSON instead of a table."""
+
+
+def compare(flags: Flags) -> str:
+    """Return the report; raise NumericsError if the losses show that the two do not compute the same step."""
+    if min(flags.rounds, flags.pairs, flags.inputs, flags.targets) < 1 or flags.pairs % 2:
+        raise UsageError("--rounds, --inputs and --targets must be at least 1, and --pairs an even number.")
+    if importlib.util.find_spec(THEIRS) is None:
+        raise UsageError("transformers, with which this compares, is not installed. Run: pip install -e .[test].")
+    pythons = dict.fromkeys((OURS, THEIRS), Path(sys.executable))
+    terms = T5Terms(flags.pairs, flags.inputs, flags.targets)
+    results = race(ENTRIES, pythons, terms, flags.rounds, "benchmarks.peers.t5_step")
+    losses = [result.loss for result in results]
+    if max(losses) - min(losses) > LOSS_SHARE * max(losses):
+        raise NumericsError(
+            f"The losses {losses} are not from the same step, so nothing is comparable. Fix the compared programs."
+        )
+    if flags.json:
+        return json.dumps([dataclasses.asdict(result) for result in results])
+    return "\n".join(
+        [
+            "| | step, s: median | least | CPU s | peak, MiB | growth, MiB | over transformers': step | peak | growth |",
+            "|---|---|---|---|---|---|---|---|---|",
+            *(_row(result, results[-1]) for result in results),
+        ]
+    )
+
+
+def _row(result: Result, theirs: Result) -> str:
+    name = f"{result.entry.name}, {result.entry.micro_batches} micro-batches {result.version}"
+    cells = (
+        f"{result.median:.2f}",
+        f"{min(result.seconds):.2f}",
+        f"{statistics.median(result.cpu_seconds):.2f}",
+        f"{result.peak_mib:.0f}",
+        f"{result.growth_mib:.0f}",
+        f"{result.median / theirs.median:.2f}",
+        f"{result.peak_mib / theirs.peak_mib:.2f}",
+        f"{result.growth_mib / theirs.growth_mib:.2f}",
+    )
+    return f"| {' | '.join((name, *cells))} |"
 
 
 if __name__ == "__main__":
-    main()
+    flags = read_flags(Flags, sys.argv[1:])
+    sys.exit(run_script(lambda: compare(flags)))
