@@ -48,6 +48,7 @@ from konkanivani.data.shape_grid import MAX_SHAPES, MicroBatchSizes, choose_grid
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.distributed import choose_device
 from konkanivani.errors import NumericsError, ResourceError, UsageError
+from konkanivani.flags import LITTLE_SPEEDS
 from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.memory.monitor import resident_mib, set_mmap_threshold
 from konkanivani.models.architecture import Architecture, architecture_of
@@ -84,7 +85,7 @@ MAX_GROWTH_MIB = 16.0
 # Of --check padding.
 GLOBAL_BATCH = 8
 BATCH_SIZES = (2, 4, 8)
-SPEEDS = {"no": (1.0,), "yes": (0.9, 1.0, 1.1)}
+SPEEDS = {"no": (1.0,), "yes": LITTLE_SPEEDS}
 EPOCH_SEEDS = (1, 2)  # of the epochs that the shapes are chosen from, and of those that are measured
 Model = Literal["original", "optimized", "minimal", "nemo", "tiny", "whisper-base", "whisper-speech", "whisper-tiny"]
 
