@@ -17,10 +17,14 @@ from konkanivani.inference.recognizer import Audio, Recognizer
 from konkanivani.inference.speech_model import SpeechModel, build_pretrained_model, build_speech_model, read_pretrained
 from konkanivani.inference.word_times import Segment, Word
 from konkanivani.lengths import SAMPLE_RATE
+from konkanivani.scoring.metrics import count_edits
 
 TEXTS_AT_ONCE = 16
 LONGER = 8  # a correction may have an eighth more tokens than its text
 MAX_INSERTED = 2  # words beyond those that a change replaces
+# A recogniser's wrong words are nearly right: a quarter of their letters at most, or one letter, may change. Beyond that,
+# a corrector writes other words than it reads, above all for sentences unlike those of its training.
+LETTERS_PER_CHANGE = 4
 
 
 @dataclass(frozen=True)
@@ -93,26 +97,34 @@ def corrected_words(words: tuple[Word, ...], text: str, keep_confidence: float) 
     """Return the words with the corrected `text`, as far as the limits allow.
 
     A word with a confidence of `keep_confidence` or more may get another case and punctuation only. Others may be
-    replaced, split, joined or removed; a change adds at most `MAX_INSERTED` words, and none without a word that it
-    replaces. Each word has the time of the word that it replaces, or a part of it.
+    replaced, split, joined or removed. Such a change affects one in `LETTERS_PER_CHANGE` letters at most, or one letter;
+    it adds at most `MAX_INSERTED` words, and none without a word that it replaces. Each word has the time of the word
+    that it replaces, or a part of it.
     """
     new = text.split()
     old_forms = [normalize_text(word.text) for word in words]
     new_forms = [normalize_text(word) for word in new]
-    found: list[Word] = []
+    corrected: list[Word] = []
     matcher = SequenceMatcher(None, old_forms, new_forms, autojunk=False)
     for kind, first, last, start, end in matcher.get_opcodes():
         olds = words[first:last]
         if kind == "equal":
             # The same words: the correction's case and punctuation.
-            found += [replace(word, text=written) for word, written in zip(olds, new[start:end], strict=True)]
+            corrected += [replace(word, text=written) for word, written in zip(olds, new[start:end], strict=True)]
             continue
         is_sure = any(word.confidence is None or word.confidence >= keep_confidence for word in olds)
-        if kind == "insert" or is_sure or end - start > len(olds) + MAX_INSERTED:
-            found += olds
+        is_small = _is_small_change("".join(old_forms[first:last]), "".join(new_forms[start:end]))
+        if kind == "insert" or is_sure or not is_small or end - start > len(olds) + MAX_INSERTED:
+            corrected += olds
         elif kind == "replace":
-            found += _spread(olds, new[start:end])
-    return tuple(found)
+            corrected += _spread(olds, new[start:end])
+    return tuple(corrected)
+
+
+def _is_small_change(old: str, new: str) -> bool:
+    """Return whether few enough letters differ; spaces are not among the letters of `old` and `new`."""
+    changed = count_edits([old], [new]).rates().characters.errors
+    return changed <= max(1, len(old) // LETTERS_PER_CHANGE)
 
 
 def _within_limits(text: str, corrected: str) -> str:

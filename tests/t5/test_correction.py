@@ -25,7 +25,7 @@ RECOGNIZED = words(("हांव", 0.99), ("गोयांत", 0.4), ("रा
 CASES = {
     "case and punctuation of confident words": ("Hanv, goa.", words(("hanv", 1.0), ("goa", 1.0)), ["Hanv,", "goa."]),
     "unsure word is replaced": ("हांव गोंयांत रावता न", RECOGNIZED, ["हांव", "गोंयांत", "रावता", "न"]),
-    "confident word is kept": ("हांव गोयांत वता न", RECOGNIZED, ["हांव", "गोयांत", "रावता", "न"]),
+    "confident word is kept": ("हांव गोयांत रावतां न", RECOGNIZED, ["हांव", "गोयांत", "रावता", "न"]),
     "unsure word is removed": ("हांव गोयांत रावता", RECOGNIZED, ["हांव", "गोयांत", "रावता"]),
     "confident word is not removed": ("गोयांत रावता न", RECOGNIZED, ["हांव", "गोयांत", "रावता", "न"]),
     "unsure word is split": ("हांव गो यांत रावता न", RECOGNIZED, ["हांव", "गो", "यांत", "रावता", "न"]),
@@ -35,6 +35,9 @@ CASES = {
         RECOGNIZED,
         ["हांव", "गोयांत", "रावता", "न"],
     ),
+    "change of a quarter of the letters": ("sokallin", words(("sakallim", 0.2)), ["sokallin"]),
+    "change of more letters is dropped": ("sokollin", words(("sakallim", 0.2)), ["sakallim"]),
+    "another word is dropped": ("हांव घरा रावता न", RECOGNIZED, ["हांव", "गोयांत", "रावता", "न"]),
     "empty correction": ("", RECOGNIZED, ["हांव", "गोयांत", "रावता", "न"]),
 }
 
@@ -49,8 +52,8 @@ def test_correction_stays_within_limits(case):
 
 
 def test_negative_control_without_limit_confident_words_change():
-    changed = corrected_words(RECOGNIZED, "हांव गोयांत वता न", 1.1)
-    assert [word.text for word in changed] == ["हांव", "गोयांत", "वता", "न"]
+    changed = corrected_words(RECOGNIZED, "हांव गोयांत रावतां न", 1.1)
+    assert [word.text for word in changed] == ["हांव", "गोयांत", "रावतां", "न"]
 
 
 def test_corruption_matches_error_rate_and_confusion_table():
