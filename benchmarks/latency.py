@@ -357,11 +357,11 @@ def measure(flags: Flags) -> str:
     """Return the report."""
     if flags.utterances < 1 or flags.pause < 0 or flags.seconds < 10:
         raise UsageError("--utterances must be at least 1, --pause at least 0, and --seconds at least 10.")
-    from konkanivani.inference.recognizer import build_recognizer
+    from konkanivani.inference.recognizer import build_recognizer, for_live_speech
 
     torch.set_num_threads(1)
     level = 0.0 if flags.noise is None else 10 ** (flags.noise / 20)
-    recognizer = build_recognizer(flags.checkpoint, flags.decoding, "cpu", pretrained=flags.pretrained)
+    recognizer = for_live_speech(build_recognizer(flags.checkpoint, flags.decoding, "cpu", pretrained=flags.pretrained))
     if flags.measure == "memory":
         return measure_memory(recognizer, repeated_speech(flags.manifest, flags.utterances, flags.pause, flags.seconds))
     if flags.measure == "backlog":

@@ -48,7 +48,7 @@ def serve(flags: Flags) -> str:
     # Imported after the flags are checked: usage errors do not wait for torch.
     from konkanivani.inference.listener import Listener
     from konkanivani.inference.live import expected_delay
-    from konkanivani.inference.recognizer import build_recognizer
+    from konkanivani.inference.recognizer import build_recognizer, for_live_speech
     from konkanivani.recipe.final_scores import choose_checkpoint
     from konkanivani.serve.corrections import open_corrections
     from konkanivani.serve.messages import Ready
@@ -58,7 +58,9 @@ def serve(flags: Flags) -> str:
     corrections = open_corrections(flags.corrections) if flags.corrections is not None else None
     # Before the model is loaded, which takes seconds.
     listening = bind(flags.host, flags.port)
-    recognizer = build_recognizer(checkpoint, flags.decoding, flags.device, pretrained=flags.pretrained)
+    recognizer = for_live_speech(
+        build_recognizer(checkpoint, flags.decoding, flags.device, pretrained=flags.pretrained)
+    )
     name = Path(flags.pretrained.pretrained or checkpoint).name
     ready = Ready(name, flags.pretrained.language or "", corrections is not None)
     server = PageServer(partial(Listener, recognizer), ready, listening, flags.host, corrections)

@@ -46,6 +46,12 @@ MAX_PIECE = 30.0  # seconds, even if the model was trained on longer utterances
 PAUSE = 0.4  # seconds
 BATCH_SECONDS = 20.0  # seconds of padded audio per batch
 
+# Limit of Whisper's partial text: twice the tokens of Devanagari at a normal speed. A model that repeats itself in noise
+# or music would otherwise write up to its limit for 30 s, in each pass. Final text has no such limit, because loops are
+# recognised by their copies.
+TOKENS_PER_SECOND = 30.0
+EXTRA_TOKENS = 20
+
 # Models that were trained on whole utterances change the words of shorter speech most as it grows.
 STABLE_SECONDS = 2.5
 
@@ -131,6 +137,7 @@ class Recognizer:
         """
         speech = self.speech_model
         decode = greedy_decode(speech.architecture, speech.tokenizer)
+        decode = limited_by_duration(decode, len(waveform) / SAMPLE_RATE)
         encoded, lengths = speech.encode(waveform[None], (len(waveform),))
         repeats = math.ceil(STABLE_SECONDS * SAMPLE_RATE / len(waveform))
         if speech.model.ctc_head is None or repeats < 2:
@@ -221,6 +228,25 @@ def build_recognizer(
     if isinstance(decode, BeamDecode) and isinstance(speech_model.tokenizer, PromptedVocabulary):
         decode = FallbackDecode(decode, speech_model.tokenizer)
     return Recognizer(speech_model, decode, build_segmentation(longest, pause_seconds))
+
+
+def limited_by_duration(decode: Decode, seconds: float) -> Decode:
+    """Return a search for a vocabulary with a limit, such as Whisper's, limited further to speech of `seconds`."""
+    # Without a limit of the vocabulary, the number of encoder frames limits the tokens by the duration already.
+    if not isinstance(decode, BeamDecode) or decode.rules.most_tokens is None:
+        return decode
+    most = min(decode.rules.most_tokens, EXTRA_TOKENS + math.ceil(TOKENS_PER_SECOND * seconds))
+    return replace(decode, rules=replace(decode.rules, most_tokens=most))
+
+
+def for_live_speech(recognizer: Recognizer) -> Recognizer:
+    """Return the recogniser without Whisper's further attempts at other temperatures.
+
+    These take up to six times as long, while the speaker goes on. Loops are still removed, and silence is left empty.
+    """
+    if not isinstance(recognizer.decode, FallbackDecode):
+        return recognizer
+    return replace(recognizer, decode=replace(recognizer.decode, temperatures=()))
 
 
 def with_word_times(speech_model: SpeechModel) -> SpeechModel:

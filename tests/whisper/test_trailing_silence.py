@@ -5,13 +5,14 @@ Fine-tuned Whisper models repeat their last sentence over the silence between th
 """
 
 import dataclasses
+import math
 
 import pytest
 import torch
 
 from konkanivani.config import AugmentConfig
 from konkanivani.decoding.decode import greedy_decode
-from konkanivani.inference.recognizer import Recognizer
+from konkanivani.inference.recognizer import Recognizer, for_live_speech, limited_by_duration
 from konkanivani.inference.segmentation import MARGIN, STEPS_A_SECOND, build_segmentation
 from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.inference.whisper_generation import FallbackDecode, without_final_loop
@@ -168,6 +169,31 @@ def test_repetition_that_ends_is_kept(vocabulary):
     recognizer = scripted_recognizer(vocabulary, chant, [vocabulary.special.end])
     results = [word.text for word in recognizer.transcribe(speech().numpy()).words]
     assert results == [*SPOKEN_WORDS, *[SPOKEN_WORDS[3]] * 40]
+
+
+def test_partial_text_is_limited_by_the_duration_of_the_speech(vocabulary):
+    word = text_tokens(vocabulary, " " + SPOKEN_WORDS[0])
+    recognizer = scripted_recognizer(vocabulary, word, word)
+    copies = [
+        len(recognizer.recognize_prefix(torch.zeros(round(seconds * SAMPLE_RATE))).text.split())
+        for seconds in (0.5, 2.0, 30.0)
+    ]
+    assert copies == [math.ceil(tokens / len(word)) for tokens in (35, 80, recognizer.decode.inner.rules.most_tokens)]
+    assert copies[2] > 2 * copies[1]  # negative control: 30 s are limited by the decoder alone
+
+
+def test_live_speech_is_decoded_at_one_temperature(vocabulary, monkeypatch):
+    word = text_tokens(vocabulary, " " + SPOKEN_WORDS[0])
+    recognizer = scripted_recognizer(vocabulary, word, word)
+    waveform = speech().numpy()
+    attempts = []
+    decoded = FallbackDecode._decoded
+    monkeypatch.setattr(FallbackDecode, "_decoded", lambda self, *rest: attempts.append(1) or decoded(self, *rest))
+    live = for_live_speech(recognizer).transcribe(waveform)
+    live_attempts = len(attempts)
+    usual = recognizer.transcribe(waveform)
+    assert live_attempts == 1 and len(attempts) - live_attempts == 6
+    assert [word.text for word in live.words] == [word.text for word in usual.words]  # the loop is removed from both
 
 
 @pytest.mark.parametrize(
