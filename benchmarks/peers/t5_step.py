@@ -238,7 +238,7 @@ def compare(flags: Flags) -> str:
         return json.dumps([dataclasses.asdict(result) for result in results])
     return "\n".join(
         [
-            "| | step, s: median | least | CPU s | peak, MiB | growth, MiB | over transformers': step | peak | growth |",
+            "| | step, s: median | least | CPU s | peak, MiB | growth, MiB | step over theirs | peak | growth |",
             "|---|---|---|---|---|---|---|---|---|",
             *(_row(result, results[-1]) for result in results),
         ]

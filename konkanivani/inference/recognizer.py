@@ -46,9 +46,9 @@ MAX_PIECE = 30.0  # seconds, even if the model was trained on longer utterances
 PAUSE = 0.4  # seconds
 BATCH_SECONDS = 20.0  # seconds of padded audio per batch
 
-# Limit of Whisper's partial text: twice the tokens of Devanagari at a normal speed. A model that repeats itself in noise
-# or music would otherwise write up to its limit for 30 s, in each pass. Final text has no such limit, because loops are
-# recognised by their copies.
+# Limit of Whisper's partial text: twice the tokens of Devanagari at a normal speed. A model that repeats itself in
+# noise or music would otherwise write up to its limit for 30 s, in each pass. Final text has no such limit, because
+# loops are recognised by their copies.
 TOKENS_PER_SECOND = 30.0
 EXTRA_TOKENS = 20
 

@@ -22,8 +22,8 @@ from konkanivani.scoring.metrics import count_edits
 TEXTS_AT_ONCE = 16
 LONGER = 8  # a correction may have an eighth more tokens than its text
 MAX_INSERTED = 2  # words beyond those that a change replaces
-# A recogniser's wrong words are nearly right: a quarter of their letters at most, or one letter, may change. Beyond that,
-# a corrector writes other words than it reads, above all for sentences unlike those of its training.
+# A recogniser's wrong words are nearly right: a quarter of their letters at most, or one letter, may change. Beyond
+# that, a corrector writes other words than it reads, above all for sentences unlike those of its training.
 LETTERS_PER_CHANGE = 4
 
 
@@ -97,9 +97,9 @@ def corrected_words(words: tuple[Word, ...], text: str, keep_confidence: float) 
     """Return the words with the corrected `text`, as far as the limits allow.
 
     A word with a confidence of `keep_confidence` or more may get another case and punctuation only. Others may be
-    replaced, split, joined or removed. Such a change affects one in `LETTERS_PER_CHANGE` letters at most, or one letter;
-    it adds at most `MAX_INSERTED` words, and none without a word that it replaces. Each word has the time of the word
-    that it replaces, or a part of it.
+    replaced, split, joined or removed. Such a change affects one in `LETTERS_PER_CHANGE` letters at most, or one
+    letter; it adds at most `MAX_INSERTED` words, and none without a word that it replaces. Each word has the time of
+    the word that it replaces, or a part of it.
     """
     new = text.split()
     old_forms = [normalize_text(word.text) for word in words]
