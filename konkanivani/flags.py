@@ -129,16 +129,16 @@ def _with_global_batch(data: DataConfig, utterances: int) -> DataConfig:
     return data
 
 
-def decisions(given: TrainConfig, config: TrainConfig) -> str:
+def decisions(before: TrainConfig, config: TrainConfig) -> str:
     """Return the resolved "auto" settings as flags, such as `--epochs 20`; empty if there are none."""
-    pairs = zip(settings_of(given), settings_of(config), strict=True)
+    pairs = zip(settings_of(before), settings_of(config), strict=True)
     return " ".join(word for old, new in pairs if old.value != new.value for word in words_of(new))
 
 
 def as_stored(config: TrainConfig, stored: TrainConfig, names: tuple[str, ...] = DECIDED) -> TrainConfig:
     """Return the configuration with the "auto" settings in `names` replaced by their values in `stored`."""
-    kept = {setting.name: setting.value for setting in settings_of(stored)}
-    return with_values(config, {name: kept[name] for name in _left_open(config) if name in names})
+    stored_values = {setting.name: setting.value for setting in settings_of(stored)}
+    return with_values(config, {name: stored_values[name] for name in _left_open(config) if name in names})
 
 
 def _left_open(config: TrainConfig) -> list[str]:
@@ -362,14 +362,14 @@ def _with_pinned_revision(config: TrainConfig, stored: TrainConfig, explicit: Co
 
     Another commit stays, for `contradictions` to report; another --pretrained model has its own revision.
     """
-    given = config.pretrained
-    revision = given.revision
-    if given.pretrained == stored.pretrained.pretrained:
+    requested = config.pretrained
+    revision = requested.revision
+    if requested.pretrained == stored.pretrained.pretrained:
         if not is_commit(revision):
             revision = stored.pretrained.revision
     elif "revision" not in explicit:
         revision = None
-    return dataclasses.replace(config, pretrained=dataclasses.replace(given, revision=revision))
+    return dataclasses.replace(config, pretrained=dataclasses.replace(requested, revision=revision))
 
 
 def _checked(config: TrainConfig, explicit: frozenset[str], stored: TrainConfig | None) -> TrainConfig:
@@ -423,8 +423,8 @@ def check_idle_flags(config: TrainConfig, explicit: frozenset[str]) -> None:
     """Raise UsageError for a given flag that has no effect with the other settings."""
     values = {setting.name: setting.value for setting in settings_of(config)}
     for name, wanted in FLAG_REQUIRES.items():
-        other, _, value = wanted.partition(" ")
-        if name in explicit and (values[other] != value if value else not values[other]):
+        required, _, value = wanted.partition(" ")
+        if name in explicit and (values[required] != value if value else not values[required]):
             raise UsageError(f"--{name} has no effect without --{wanted}: give both, or omit it.")
     idle = sorted(NATIVE_ONLY_FLAGS & explicit) if config.pretrained.pretrained is not None else []
     if idle:
@@ -435,13 +435,13 @@ def check_idle_flags(config: TrainConfig, explicit: frozenset[str]) -> None:
         )
 
 
-def contradictions(stored: TrainConfig, given: TrainConfig) -> list[str]:
-    """Return the differences that prevent resuming a run of `stored` with the settings `given`.
+def contradictions(stored: TrainConfig, current: TrainConfig) -> list[str]:
+    """Return the differences that prevent resuming a run of `stored` with the settings `current`.
 
     They concern the groups GROUPS_OF_SHAPE, the optimizer, the CTC head, --init_from and the effective batch.
     """
-    pairs = zip(settings_of(stored), settings_of(given), strict=True)
-    found = [
+    pairs = zip(settings_of(stored), settings_of(current), strict=True)
+    conflicts = [
         f"--{old.name} is {new.value} here and {old.value} in the checkpoint"
         for old, new in pairs
         if old.value != new.value
@@ -449,23 +449,23 @@ def contradictions(stored: TrainConfig, given: TrainConfig) -> list[str]:
         and (old.group in GROUPS_OF_SHAPE or old.name == "optimizer")
     ]
     # Another weight is fine, but 0 builds a model without the CTC head.
-    weights = [config.loss.ctc_weight for config in (given, stored)]
+    weights = [config.loss.ctc_weight for config in (current, stored)]
     if 0 in weights and weights[0] != weights[1]:
-        found.append(
+        conflicts.append(
             f"--ctc_weight is {weights[0]} here and {weights[1]} in the checkpoint; 0 means a model without a CTC head"
         )
     # Compared as real paths, so that a symlink or a relative path to the same file is no contradiction.
-    if len({run.init_from and os.path.realpath(run.init_from) for run in (stored.run, given.run)}) > 1:
-        found.append(f"--init_from is {given.run.init_from} here and {stored.run.init_from} in the checkpoint")
-    commits = [config.pretrained.revision for config in (given, stored)]
-    if given.pretrained.pretrained == stored.pretrained.pretrained and commits[0] != commits[1]:
-        found.append(f"--revision is {commits[0]} here and {commits[1]} in the checkpoint")
-    if stored.global_batch_size != given.global_batch_size:
-        found.append(
-            f"the effective batch (--batch_size x --gradient_accumulation_steps) is {given.global_batch_size} here "
+    if len({run.init_from and os.path.realpath(run.init_from) for run in (stored.run, current.run)}) > 1:
+        conflicts.append(f"--init_from is {current.run.init_from} here and {stored.run.init_from} in the checkpoint")
+    commits = [config.pretrained.revision for config in (current, stored)]
+    if current.pretrained.pretrained == stored.pretrained.pretrained and commits[0] != commits[1]:
+        conflicts.append(f"--revision is {commits[0]} here and {commits[1]} in the checkpoint")
+    if stored.global_batch_size != current.global_batch_size:
+        conflicts.append(
+            f"the effective batch (--batch_size x --gradient_accumulation_steps) is {current.global_batch_size} here "
             f"and {stored.global_batch_size} in the checkpoint"
         )
-    return found
+    return conflicts
 
 
 def _declared_type(setting: Setting) -> object:

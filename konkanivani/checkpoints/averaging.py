@@ -62,11 +62,11 @@ def _weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 def check_equal(one: Checkpoint, other: Checkpoint, what: str) -> None:
     """Raise a CheckpointError if two states differ in any bit."""
-    found = differences(one, other)
-    if found:
+    unequal = differences(one, other)
+    if unequal:
         raise CheckpointError(
-            f"{what}: {count(len(found), 'value', 'differs/differ')}, first {found[0]}. Check the disk and memory of "
-            "this machine; if they are fine, report this as a bug."
+            f"{what}: {count(len(unequal), 'value', 'differs/differ')}, first {unequal[0]}. Check the disk and memory "
+            "of this machine; if they are fine, report this as a bug."
         )
 
 
@@ -108,10 +108,10 @@ def average_checkpoints(checkpoints: Iterable[NamedCheckpoint], allow_different_
             # Integer buffers are not averaged.
             sums = {name: tensor.double() for name, tensor in model.items() if tensor.is_floating_point()}
         else:
-            if found := _differences(first.checkpoint, named.checkpoint):
+            if reasons := _differences(first.checkpoint, named.checkpoint):
                 raise CheckpointError(
-                    f"{first.name} and {named.name} cannot be averaged: {'; '.join(found)}. Average checkpoints of one "
-                    "run."
+                    f"{first.name} and {named.name} cannot be averaged: {'; '.join(reasons)}. Average checkpoints of "
+                    "one run."
                 )
             if not allow_different_runs and (reason := different_runs(first_run, run)):
                 raise CheckpointError(
@@ -165,13 +165,13 @@ def newest_epochs(directory: str | Path, count: int) -> list[Path]:
 
     Raises a CheckpointError if the folder has fewer.
     """
-    found = epochs_in(Path(directory))
-    if len(found) < count:
+    epochs = epochs_in(Path(directory))
+    if len(epochs) < count:
         raise CheckpointError(
-            f"{directory} contains {len(found)} epoch checkpoints, not {count}. Use a smaller --last, or train "
+            f"{directory} contains {len(epochs)} epoch checkpoints, not {count}. Use a smaller --last, or train "
             "with a larger --keep_checkpoints."
         )
-    return found[:count][::-1]
+    return epochs[:count][::-1]
 
 
 def is_name_of_a_run(path: str | Path) -> bool:
@@ -201,7 +201,7 @@ def _differences(one: Checkpoint, other: Checkpoint) -> list[str]:
     if one.states.get(PRETRAINED_STATE) != other.states.get(PRETRAINED_STATE):
         return ["they started from different models"]
     pairs = zip(settings_of(config_from_text(one.config)), settings_of(config_from_text(other.config)), strict=True)
-    found = [
+    reasons = [
         f"--{mine.name} is {mine.value} in one and {theirs.value} in the other"
         for mine, theirs in pairs
         if mine.value != theirs.value
@@ -210,10 +210,10 @@ def _differences(one: Checkpoint, other: Checkpoint) -> list[str]:
         and (mine.name == "audio_context" or (mine.group == "model" and mine.name != "dropout"))
     ]
     if one.tokenizer != other.tokenizer or one.vocab_size != other.vocab_size:
-        found.append(f"their tokenizers differ ({one.vocab_size} and {other.vocab_size} tokens)")
-    if not found and _shapes(one) != _shapes(other):
-        found.append("their weights have different names, shapes or dtypes")
-    return found
+        reasons.append(f"their tokenizers differ ({one.vocab_size} and {other.vocab_size} tokens)")
+    if not reasons and _shapes(one) != _shapes(other):
+        reasons.append("their weights have different names, shapes or dtypes")
+    return reasons
 
 
 def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -105,10 +105,10 @@ class Checkpointer:
         is_damaged = False
         for path in self._newest_first():
             try:
-                found = read_checkpoint(path)
+                checkpoint = read_checkpoint(path)
                 if path.name != LAST and not is_damaged:
-                    say(self._late_write(path, found.step))
-                return path, found
+                    say(self._late_write(path, checkpoint.step))
+                return path, checkpoint
             except OtherVersionError:
                 raise  # not damaged: renaming would hide it from the version that wrote it
             except CheckpointError as error:
@@ -144,13 +144,13 @@ class Checkpointer:
 
         return sorted(candidates, key=step_of, reverse=True)
 
-    def _late_write(self, found: Path, step: int) -> str:
-        """Return a message with the reason for using `found` instead of the last checkpoint."""
+    def _late_write(self, path: Path, step: int) -> str:
+        """Return a message with the reason for using `path` instead of the last checkpoint."""
         last = self.directory / LAST
         state = f"is of step {read_step(last)}" if last.is_file() else "is missing"
         return (
             f"{last} {state}: its last write has not arrived, or it was moved. The newest valid checkpoint is "
-            f"{found.name}, step {step}."
+            f"{path.name}, step {step}."
         )
 
     def newest_before(self, step: int) -> Path | None:
@@ -174,7 +174,7 @@ class Checkpointer:
         for tensor in tensors.values():
             bounds.setdefault(tensor.device, []).extend(bound.double() for bound in tensor.aminmax())
         # One pass over each tensor, and one read per device.
-        if all(torch.stack(found).isfinite().all() for found in bounds.values()):
+        if all(torch.stack(norms).isfinite().all() for norms in bounds.values()):
             return
         # Only after a failure: one read per tensor, to name the tensors in the message.
         spoilt = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
@@ -204,9 +204,9 @@ class Checkpointer:
                 steps[entry.st_ino] = None
                 with contextlib.suppress(CheckpointError):
                     steps[entry.st_ino] = read_checkpoint(path).step
-            found = steps[entry.st_ino]
-            if found is None or found > step:
-                newer[path] = found
+            found_step = steps[entry.st_ino]
+            if found_step is None or found_step > step:
+                newer[path] = found_step
         return newer
 
     def restore_best(self, epoch: int) -> None:
@@ -214,10 +214,10 @@ class Checkpointer:
 
         A kill between two links of a save, or a write that never arrived, can leave the name with an earlier epoch.
         """
-        found = self.directory / f"checkpoint_epoch_{epoch}.pt"
+        epoch_path = self.directory / f"checkpoint_epoch_{epoch}.pt"
         best = self.directory / BEST
-        if found.is_file() and read_step(found) != read_step(best) and is_whole(found):
-            _link(found, best)
+        if epoch_path.is_file() and read_step(epoch_path) != read_step(best) and is_whole(epoch_path):
+            _link(epoch_path, best)
 
     def move_aside(self, paths: Iterable[Path] | None = None) -> Path | None:
         """Move these checkpoints, or all, into a new folder `replaced_N` and return it; None if there are none."""
@@ -243,8 +243,8 @@ class Checkpointer:
 
 def epochs_in(directory: Path) -> list[Path]:
     """Return the epoch checkpoints of a folder, newest first."""
-    found = [(int(m.group(1)), p) for p in directory.glob("*.pt") if (m := EPOCH_NAME.fullmatch(p.name))]
-    return [path for _, path in sorted(found, reverse=True)]
+    numbered = [(int(m.group(1)), p) for p in directory.glob("*.pt") if (m := EPOCH_NAME.fullmatch(p.name))]
+    return [path for _, path in sorted(numbered, reverse=True)]
 
 
 def first_free_name(directory: Path, name: str) -> Path:

@@ -116,11 +116,11 @@ def read_corpus(rows: Iterable[FoundUtterance | RefusedRow], roots: AudioRoots) 
     rows = iter(rows)
     with ThreadPoolExecutor(THREADS) as pool:
         while chunk := list(islice(rows, ROWS_AT_ONCE)):
-            placed = [row if isinstance(row, RefusedRow) else _place(row, roots) for row in chunk]
-            files = dict.fromkeys(_file_of(row) for row in placed if isinstance(row, FoundUtterance))
+            resolved_rows = [row if isinstance(row, RefusedRow) else _check_text_and_path(row, roots) for row in chunk]
+            files = dict.fromkeys(_audio_source(row) for row in resolved_rows if isinstance(row, FoundUtterance))
             headers = dict(zip(files, pool.map(_read_header, files), strict=True))  # once per file, not per segment
-            for row in placed:
-                checked = row if isinstance(row, RefusedRow) else _finish(row, headers[_file_of(row)], roots)
+            for row in resolved_rows:
+                checked = row if isinstance(row, RefusedRow) else _check_audio(row, headers[_audio_source(row)], roots)
                 if isinstance(checked, CheckedUtterance):
                     first = first_rows.setdefault(checked.id, checked.where)
                     if first == checked.where:
@@ -133,41 +133,41 @@ def read_corpus(rows: Iterable[FoundUtterance | RefusedRow], roots: AudioRoots) 
     return corpus
 
 
-def _place(found: FoundUtterance, roots: AudioRoots) -> FoundUtterance | RefusedRow:
+def _check_text_and_path(row: FoundUtterance, roots: AudioRoots) -> FoundUtterance | RefusedRow:
     """Return the row with its path resolved and its texts stripped, or refused if text or path are unusable."""
-    found = replace(found, text=found.text.strip(), speaker=found.speaker.strip())
-    for name, text in (("text", found.text), ("speaker", found.speaker), ("path", str(found.audio))):
+    row = replace(row, text=row.text.strip(), speaker=row.speaker.strip())
+    for name, text in (("text", row.text), ("speaker", row.speaker), ("path", str(row.audio))):
         if NOT_UTF8.search(text):
-            return found.refused("not UTF-8", f"its {name} is not UTF-8")
+            return row.refused("not UTF-8", f"its {name} is not UTF-8")
         find_forbidden = forbidden_in_transcript if name == "text" else forbidden_character
         unfit = find_forbidden(text) or next(iter(LINE_ENDS.findall(text)), None)
         if unfit:
-            return found.refused("control character", f"its {name} contains the character U+{ord(unfit):04X}")
-    removed = tuple(find_unwritten(found.text))
+            return row.refused("control character", f"its {name} contains the character U+{ord(unfit):04X}")
+    removed = tuple(find_unwritten(row.text))
     if removed:
-        found = replace(found, text=drop_unwritten(found.text).strip(), removed=removed)
-    if len(found.text) > MAX_CHARACTERS:
-        return found.refused(
-            "long transcript", f"its transcript has {len(found.text)} characters: are several rows joined?"
+        row = replace(row, text=drop_unwritten(row.text).strip(), removed=removed)
+    if len(row.text) > MAX_CHARACTERS:
+        return row.refused(
+            "long transcript", f"its transcript has {len(row.text)} characters: are several rows joined?"
         )
     # A text of punctuation only is empty for the model.
-    if not normalize_text(found.text):
-        return found.refused("empty transcript", "its transcript is empty")
+    if not normalize_text(row.text):
+        return row.refused("empty transcript", "its transcript is empty")
     try:
-        path = Path(existing_path(str(found.audio))).resolve()
+        path = Path(existing_path(str(row.audio))).resolve()
     except (OSError, RuntimeError, ValueError) as error:
-        return found.refused("missing audio", f"its path cannot be followed: {error}")
+        return row.refused("missing audio", f"its path cannot be followed: {error}")
     if not path.is_relative_to(roots.inside) and not path.is_relative_to(roots.staged):
         # Propose the smallest folder that contains both the corpus and the file; if it is too high, the file's folder.
         shared = Path(os.path.commonpath((roots.inside, path)))
         root = shlex.quote(str(shared if len(shared.parts) > SHALLOW else path.parent))
         reason = f"its audio is outside {roots.inside}: give --audio_root {root} to allow it"
-        return found.refused("outside the corpus", reason)
-    return replace(found, audio=path)
+        return row.refused("outside the corpus", reason)
+    return replace(row, audio=path)
 
 
-def _file_of(found: FoundUtterance) -> AudioSource:
-    return AudioSource(str(found.audio), found.byte_offset, found.byte_count)
+def _audio_source(row: FoundUtterance) -> AudioSource:
+    return AudioSource(str(row.audio), row.byte_offset, row.byte_count)
 
 
 def _read_header(source: AudioSource) -> AudioHeader | str:
@@ -177,65 +177,65 @@ def _read_header(source: AudioSource) -> AudioHeader | str:
         return str(error)
 
 
-def _finish(found: FoundUtterance, header: AudioHeader | str, roots: AudioRoots) -> CheckedUtterance | RefusedRow:
+def _check_audio(row: FoundUtterance, header: AudioHeader | str, roots: AudioRoots) -> CheckedUtterance | RefusedRow:
     if isinstance(header, str):
-        kind = "unusable audio" if os.path.lexists(found.audio) else "missing audio"
-        return found.refused(kind, header)
+        kind = "unusable audio" if os.path.lexists(row.audio) else "missing audio"
+        return row.refused(kind, header)
     # A span may still be within the audio that exists.
-    if header.missing and found.seconds is None:
-        return found.refused("cut short", f"its audio is {header.missing:.1f} s shorter than its header states")
-    reason = _span_reason(found, header.seconds)
+    if header.missing and row.seconds is None:
+        return row.refused("cut short", f"its audio is {header.missing:.1f} s shorter than its header states")
+    reason = _span_reason(row, header.seconds)
     if reason:
-        return found.refused("span", reason)
-    stated = found.file_seconds
+        return row.refused("span", reason)
+    stated = row.file_seconds
     # "not <=" instead of ">", so that NaN is refused.
     if stated is not None and not abs(stated - header.seconds) <= max(0.5, 0.1 * stated):
-        return found.refused(
+        return row.refused(
             "other duration", f"its table states {stated:.2f} s, its audio file lasts {header.seconds:.2f} s"
         )
-    left = header.seconds - found.start
+    remaining = header.seconds - row.start
     # A span may exceed its file by SPAN_ROUNDING.
-    seconds = left if found.seconds is None else min(found.seconds, left)
-    if len(found.text) > SPARE_CHARACTERS + MAX_CHARACTER_RATE * seconds:
-        reason = f"its transcript has {len(found.text)} characters, more than {seconds:.2f} s of speech have"
-        return found.refused("long transcript", f"{reason}: does it belong to this audio?")
+    seconds = remaining if row.seconds is None else min(row.seconds, remaining)
+    if len(row.text) > SPARE_CHARACTERS + MAX_CHARACTER_RATE * seconds:
+        reason = f"its transcript has {len(row.text)} characters, more than {seconds:.2f} s of speech have"
+        return row.refused("long transcript", f"{reason}: does it belong to this audio?")
     # A label of a mono file, such as A in Kaldi's reco2file_and_channel, has no effect.
-    channel = None if found.is_channel_label and header.channels == 1 else found.channel
-    absent = channel_error(channel, header.channels)
-    if absent:
-        return found.refused("channel", absent)
+    channel = None if row.is_channel_label and header.channels == 1 else row.channel
+    channel_reason = channel_error(channel, header.channels)
+    if channel_reason:
+        return row.refused("channel", channel_reason)
     # The path in the manifest is relative to its folder, but absolute if they have only the root in common.
-    is_staged = found.audio.is_relative_to(roots.staged)
-    audio = roots.published / found.audio.relative_to(roots.staged) if is_staged else found.audio
+    is_staged = row.audio.is_relative_to(roots.staged)
+    audio = roots.published / row.audio.relative_to(roots.staged) if is_staged else row.audio
     is_far = os.path.commonpath((audio, roots.output)) == os.path.sep
-    is_span = found.start > 0 or found.seconds is not None
+    is_span = row.start > 0 or row.seconds is not None
     utterance = Utterance(
         audio_filepath=str(audio) if is_far else os.path.relpath(audio, roots.output),
-        audio_path=str(found.audio),
+        audio_path=str(row.audio),
         duration=seconds,
-        text=found.text,
-        speaker=found.speaker,
-        offset=found.start if is_span else None,
-        byte_offset=found.byte_offset,
-        byte_count=found.byte_count,
+        text=row.text,
+        speaker=row.speaker,
+        offset=row.start if is_span else None,
+        byte_offset=row.byte_offset,
+        byte_count=row.byte_count,
         channel=channel,
-        row=found.row,
+        row=row.row,
     )
     root = roots.staged if is_staged else roots.inside
-    span = f"@{found.start:.3f}" + ("" if found.seconds is None else f"+{found.seconds:.3f}")
+    span = f"@{row.start:.3f}" + ("" if row.seconds is None else f"+{row.seconds:.3f}")
     span += "" if channel is None else f":ch{channel}"
-    identity = f"{found.audio.relative_to(root)}#{found.byte_offset}{span}"
-    return CheckedUtterance(utterance, found.file, identity, found.split, normalize_text(found.text), found.removed)
+    identity = f"{row.audio.relative_to(root)}#{row.byte_offset}{span}"
+    return CheckedUtterance(utterance, row.file, identity, row.split, normalize_text(row.text), row.removed)
 
 
-def _span_reason(found: FoundUtterance, file_seconds: float) -> str:
+def _span_reason(row: FoundUtterance, file_seconds: float) -> str:
     """Return the defect of the row's span; "" if there is none."""
-    seconds = found.seconds
-    if not math.isfinite(found.start) or found.start < 0 or not (seconds is None or 0 < seconds < math.inf):
+    seconds = row.seconds
+    if not math.isfinite(row.start) or row.start < 0 or not (seconds is None or 0 < seconds < math.inf):
         length = "the end" if seconds is None else f"{seconds:g} s"
-        return f"it has an invalid range: from {found.start:g} s, for {length}"
-    end = found.start + (seconds or 0.0)
-    if end > file_seconds + SPAN_ROUNDING or found.start >= file_seconds:
+        return f"it has an invalid range: from {row.start:g} s, for {length}"
+    end = row.start + (seconds or 0.0)
+    if end > file_seconds + SPAN_ROUNDING or row.start >= file_seconds:
         return f"it ends at {end:.2f} s, its audio file at {file_seconds:.2f} s"
     return ""
 
@@ -284,8 +284,8 @@ def resolve_split_by(split_by: SplitBy, corpus: Corpus, name: str) -> SplitBy:
         "speaker": "" if has_speakers else "has no speaker labels",
     }
     # An empty corpus is reported later, as one without utterances.
-    if corpus.utterances and (what := missing.get(split_by)):
-        raise UsageError(f"--split_by {split_by} is not possible: {name} {what}. Use --split_by utterance.")
+    if corpus.utterances and (problem := missing.get(split_by)):
+        raise UsageError(f"--split_by {split_by} is not possible: {name} {problem}. Use --split_by utterance.")
     return split_by
 
 
@@ -308,24 +308,24 @@ def draw(corpus: Corpus, split_by: SplitBy, shares: Shares, seed: int, name: str
         DataError: If all splits are to be drawn and there are too few speakers or utterances.
     """
     if split_by != "given":
-        return Drawn(_drawn(corpus.utterances, split_by, shares, seed, name))
-    there = {checked.split for checked in corpus.utterances}
+        return Drawn(_assign_splits(corpus.utterances, split_by, shares, seed, name))
+    own_splits = {checked.split for checked in corpus.utterances}
     # A test split of the corpus's own is kept.
-    lacking = Shares(shares.valid, 0.0 if "test" in there else shares.test)
-    spoken = [checked for checked in corpus.utterances if checked.split == "train"]
+    missing_shares = Shares(shares.valid, 0.0 if "test" in own_splits else shares.test)
+    training_utterances = [checked for checked in corpus.utterances if checked.split == "train"]
     # Too few training utterances for the missing splits are no error: the corpus's own splits suffice.
-    if "valid" in there or not 1 < lacking.splits <= len(spoken):
+    if "valid" in own_splits or not 1 < missing_shares.splits <= len(training_utterances):
         return Drawn(corpus.utterances)
     # By speaker if there are enough, so that no speaker is in two drawn splits.
-    has_speakers = len({checked.utterance.speaker for checked in spoken} - {""}) >= lacking.splits
+    has_speakers = len({checked.utterance.speaker for checked in training_utterances} - {""}) >= missing_shares.splits
     unit: SplitBy = "speaker" if has_speakers else "utterance"
-    drawn = _drawn(spoken, unit, lacking, seed, f"The training part of {name}")
-    kept = [checked for checked in corpus.utterances if checked.split != "train"]
-    parts = tuple(part for part in SPLITS if part in {checked.split for checked in drawn} - {"train"})
-    return Drawn(drawn + kept, parts, unit)
+    drawn_utterances = _assign_splits(training_utterances, unit, missing_shares, seed, f"The training part of {name}")
+    unchanged_utterances = [checked for checked in corpus.utterances if checked.split != "train"]
+    parts = tuple(part for part in SPLITS if part in {checked.split for checked in drawn_utterances} - {"train"})
+    return Drawn(drawn_utterances + unchanged_utterances, parts, unit)
 
 
-def _drawn(
+def _assign_splits(
     utterances: list[CheckedUtterance], unit: SplitBy, shares: Shares, seed: int, name: str
 ) -> list[CheckedUtterance]:
     """Return the utterances in drawn splits; by speaker, utterances without a speaker label go to training."""
@@ -351,10 +351,10 @@ def _unit_name(checked: CheckedUtterance, unit: SplitBy) -> str:
 def summaries(utterances: list[CheckedUtterance]) -> Iterator[SplitSummary]:
     """Yield the size of each split that is not empty."""
     for name in SPLITS:
-        spoken = [checked.utterance for checked in utterances if checked.split == name]
-        hours = round(sum(utterance.duration for utterance in spoken) / 3600, 4)
-        if spoken:
-            yield SplitSummary(name, len(spoken), hours, len({u.speaker for u in spoken if u.speaker}))
+        in_split = [checked.utterance for checked in utterances if checked.split == name]
+        hours = round(sum(utterance.duration for utterance in in_split) / 3600, 4)
+        if in_split:
+            yield SplitSummary(name, len(in_split), hours, len({u.speaker for u in in_split if u.speaker}))
 
 
 # --------------------
@@ -386,9 +386,9 @@ def find_leaks(utterances: list[CheckedUtterance]) -> tuple[Leak, ...]:
     return audio, _leak("speaker", speakers), _leak("sentence", _shared((u.sentence, u) for u in utterances))
 
 
-def _leak(what: str, found: Iterable[str]) -> Leak:
-    listed = list(found)
-    return Leak(what, len(listed), tuple(printable(example) for example in listed[:MAX_EXAMPLES]))
+def _leak(kind: str, descriptions: Iterable[str]) -> Leak:
+    listed = list(descriptions)
+    return Leak(kind, len(listed), tuple(printable(example) for example in listed[:MAX_EXAMPLES]))
 
 
 def _shared(named: Iterable[tuple[str, CheckedUtterance]]) -> Iterator[str]:
@@ -410,9 +410,9 @@ def _same_audio(utterances: list[CheckedUtterance]) -> Iterator[str]:
         recording = AudioSource(utterance.audio_path, utterance.byte_offset, utterance.byte_count)
         by_recording.setdefault(recording, []).append(checked)
     for recordings in _same_bytes(by_recording):
-        spoken = [checked for recording in recordings for checked in by_recording[recording]]
-        if len({checked.split for checked in spoken}) > 1:
-            yield from _overlaps(spoken)
+        same_audio = [checked for recording in recordings for checked in by_recording[recording]]
+        if len({checked.split for checked in same_audio}) > 1:
+            yield from _overlaps(same_audio)
 
 
 def _same_bytes(by_recording: dict[AudioSource, list[CheckedUtterance]]) -> Iterator[list[AudioSource]]:
@@ -437,17 +437,17 @@ def _size(recording: AudioSource) -> int:
     return recording.byte_count or os.path.getsize(recording.path)
 
 
-def _overlaps(spoken: list[CheckedUtterance]) -> Iterator[str]:
+def _overlaps(utterances: list[CheckedUtterance]) -> Iterator[str]:
     # Sweep in order of start: by split and channel, the latest end of all utterances that started before.
-    furthest: dict[tuple[str, int | None], CheckedUtterance] = {}
-    for checked in sorted(spoken, key=lambda one: one.start):
+    latest_ends: dict[tuple[str, int | None], CheckedUtterance] = {}
+    for checked in sorted(utterances, key=lambda utterance: utterance.start):
         channel = checked.utterance.channel
-        for (split, other_channel), other in furthest.items():
+        for (split, other_channel), earlier in latest_ends.items():
             is_shared = channel == other_channel or None in (channel, other_channel)  # None: the mean of all channels
             # Adjacent spans may overlap by a rounding error.
-            if split != checked.split and is_shared and other.end - checked.start > 0.01:
-                yield f"{other.where} ({split}) and {checked.where} ({checked.split})"
+            if split != checked.split and is_shared and earlier.end - checked.start > 0.01:
+                yield f"{earlier.where} ({split}) and {checked.where} ({checked.split})"
                 break
-        known = furthest.get((checked.split, channel))
-        if known is None or known.end < checked.end:
-            furthest[checked.split, channel] = checked
+        latest = latest_ends.get((checked.split, channel))
+        if latest is None or latest.end < checked.end:
+            latest_ends[checked.split, channel] = checked

@@ -65,21 +65,21 @@ def find_all(health: CorpusHealth, refusals: tuple[str, ...], config: TrainConfi
         refusals: Messages on manifests that cannot be read, or on a vocabulary that cannot be built.
     """
     most_rejected = parse_share(config.data.max_rejected, "--max_rejected")
-    found = [Finding("error", refusal, "") for refusal in refusals]
+    findings = [Finding("error", refusal, "") for refusal in refusals]
     for part in health.parts:
-        found += _of_rows(part, most_rejected)
-        found += _of_speakers(part)
-        found += _of_rates(part)
+        findings += _of_rows(part, most_rejected)
+        findings += _of_speakers(part)
+        findings += _of_rates(part)
         if part.sound:
-            found += _of_sound(part, part.sound, most_rejected)
-        found += _of_size(part)
-    found += _of_recordings(health)
+            findings += _of_sound(part, part.sound, most_rejected)
+        findings += _of_size(part)
+    findings += _of_recordings(health)
     for crossing in health.crossings:
-        found += _of_crossing(crossing, health)
-    found += _of_characters(health.characters, config)
+        findings += _of_crossing(crossing, health)
+    findings += _of_characters(health.characters, config)
     order = ("error", "warning", "note")
     # sorted() is stable: within a severity, findings stay in the order above.
-    return tuple(sorted(found, key=lambda finding: order.index(finding.severity)))
+    return tuple(sorted(findings, key=lambda finding: order.index(finding.severity)))
 
 
 def reach_verdict(health: CorpusHealth, findings: tuple[Finding, ...]) -> Verdict:
@@ -230,12 +230,12 @@ def _of_levels(name: str, sound: SoundHealth) -> Iterator[Finding]:
         (sound.narrow, "without sound above the given frequency", "Expect more errors on recordings with all of it."),
         (sound.mixing, "used with one channel only", "Check the cable; set the row's channel to choose another one."),
     )
-    for listed, what, remedy in checks:
+    for listed, problem, remedy in checks:
         if listed.count:
             share = listed.count / sound.decoded
             yield Finding(
                 "warning" if share > OFTEN else "note",
-                f"{name}: {listed.count} of {sound.decoded} recordings {is_or_are(listed.count)} {what} "
+                f"{name}: {listed.count} of {sound.decoded} recordings {is_or_are(listed.count)} {problem} "
                 f"({_first(listed)}).",
                 remedy,
             )
@@ -365,12 +365,12 @@ def _of_marked_characters(text: CharacterHealth) -> Iterator[Finding]:
         ("invisible", "invisible or undefined", "Remove them at their source."),
         ("rare", f"seen fewer than {RARE} times", "Often typing errors, and too rare to be learnt: check them."),
     )
-    for mark, what, remedy in checks:
-        found = [character for character in text.inventory if mark in character.marks]
-        if found:
-            shown = ", ".join(f"{_shown(c.code)}U+{c.code:04X} {c.name}" for c in found[:4])
-            more = f" and {len(found) - 4} more" if len(found) > 4 else ""
-            yield warning(f"{count(len(found), 'character', 'is/are')} {what}: {shown}{more}.", remedy)
+    for mark, problem, remedy in checks:
+        marked = [character for character in text.inventory if mark in character.marks]
+        if marked:
+            shown = ", ".join(f"{_shown(c.code)}U+{c.code:04X} {c.name}" for c in marked[:4])
+            more = f" and {len(marked) - 4} more" if len(marked) > 4 else ""
+            yield warning(f"{count(len(marked), 'character', 'is/are')} {problem}: {shown}{more}.", remedy)
 
 
 def _shown(code: int) -> str:

@@ -202,7 +202,7 @@ def _read_folder(source: SpeechFolder, folder: Path, split: str) -> Found:
 
 
 def _located(
-    source: SpeechFolder, folder: Path, found: FoundUtterance, segment: Entry, recordings: dict[str, Entry]
+    source: SpeechFolder, folder: Path, utterance: FoundUtterance, segment: Entry, recordings: dict[str, Entry]
 ) -> FoundUtterance | RefusedRow:
     """Return the utterance with its audio path and span, or refused if they are unknown without running a command."""
     segment_row, spoken = segment
@@ -210,15 +210,15 @@ def _located(
     start, end = map(as_seconds, numbers[:2]) if len(numbers) in (2, 3) else (None, None)
     if start is None or end is None:
         file = source.name_of(folder / "segments")
-        return RefusedRow(file, segment_row, "broken row", "recording, start and end are expected", found.id)
+        return RefusedRow(file, segment_row, "broken row", "recording, start and end are expected", utterance.id)
     try:
         # extract-segments reads -1 as "no channel".
         channel = None if numbers[2:] in ([], ["-1"]) else parse_channel_cell(numbers[2], "channel")
     except ValueError:
         reason = f"its channel must be a number from 0, or -1, not {numbers[2]!r:.200}"
-        return RefusedRow(source.name_of(folder / "segments"), segment_row, "channel", reason, found.id)
+        return RefusedRow(source.name_of(folder / "segments"), segment_row, "channel", reason, utterance.id)
     if name not in recordings:
-        return found.refused("missing audio", f"wav.scp has no {name}")
+        return utterance.refused("missing audio", f"wav.scp has no {name}")
     recording_row, recording = recordings[name]
     reason = _reason_to_refuse(recording)
     if reason:
@@ -227,8 +227,8 @@ def _located(
     path = _audio(source, folder, recording)
     if path is None:
         places = f"{folder}, --source, --audio_root or a folder above"
-        return found.refused("missing audio", f"wav.scp's {recording} is not in {places}")
-    return replace(found, audio=path, start=start, seconds=None if end == -1.0 else end - start, channel=channel)
+        return utterance.refused("missing audio", f"wav.scp's {recording} is not in {places}")
+    return replace(utterance, audio=path, start=start, seconds=None if end == -1.0 else end - start, channel=channel)
 
 
 def _labelled_channels(path: Path) -> dict[str, int]:
@@ -341,9 +341,9 @@ def _read_manifest(source: SpeechFolder, manifest: Path, folder: Path, split: st
         if not isinstance(name, str) or not name:
             yield RefusedRow(file, number, "broken row", "audio_filepath must be a string with a path")
             continue
-        found = _utterance(file, number, fields, manifest.parent / name, split)
-        if isinstance(found, RefusedRow):
-            yield found
+        utterance = _utterance(file, number, fields, manifest.parent / name, split)
+        if isinstance(utterance, RefusedRow):
+            yield utterance
             continue
         shard_id = as_text(fields.get("shard_id")) or (of_shard.group(1) if of_shard else "")
         if shard_id.isdecimal():
@@ -357,20 +357,20 @@ def _read_manifest(source: SpeechFolder, manifest: Path, folder: Path, split: st
             # An exact name has precedence, then the name without -subN, then both in NFC.
             member = next((members[each] for each in (*names, *map(comparable_name, names)) if each in members), None)
             absent = RefusedRow(file, number, "missing audio", f"{shard.name} has no member {name}", name)
-            yield _of_member(found, shard, member) if member else absent
+            yield _of_member(utterance, shard, member) if member else absent
         else:
-            yield found
+            yield utterance
 
 
 def _utterance(file: str, row: int, fields: dict[str, object], audio: Path, split: str) -> FoundUtterance | RefusedRow:
     text = as_text(fields.get("text"))
     speaker = as_text(fields.get("speaker"))
-    found = FoundUtterance(file, row, audio, text, speaker=speaker, split=split)
+    utterance = FoundUtterance(file, row, audio, text, speaker=speaker, split=split)
     try:
-        found = replace(found, channel=parse_channel(fields))
+        utterance = replace(utterance, channel=parse_channel(fields))
     except ValueError as error:
-        return found.refused("channel", str(error))
-    return found.lasting(as_seconds(fields.get("offset")), as_seconds(fields.get("duration")))
+        return utterance.refused("channel", str(error))
+    return utterance.lasting(as_seconds(fields.get("offset")), as_seconds(fields.get("duration")))
 
 
 def _index(shard: Path) -> dict[str, Member]:
@@ -386,12 +386,12 @@ def _index(shard: Path) -> dict[str, Member]:
     return members
 
 
-def _of_member(found: FoundUtterance | RefusedRow, shard: Path, member: Member) -> FoundUtterance | RefusedRow:
-    if isinstance(found, RefusedRow):
-        return found
+def _of_member(utterance: FoundUtterance | RefusedRow, shard: Path, member: Member) -> FoundUtterance | RefusedRow:
+    if isinstance(utterance, RefusedRow):
+        return utterance
     if not member.byte_count:
-        return RefusedRow(found.file, found.row, "unusable audio", "the member is empty", member.name)
-    return replace(found, audio=shard, byte_offset=member.byte_offset, byte_count=member.byte_count)
+        return RefusedRow(utterance.file, utterance.row, "unusable audio", "the member is empty", member.name)
+    return replace(utterance, audio=shard, byte_offset=member.byte_offset, byte_count=member.byte_count)
 
 
 def _read_shard(source: SpeechFolder, shard: Path, split: str) -> Found:

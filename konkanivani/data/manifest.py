@@ -336,9 +336,11 @@ class Rejections:
     def add(self, rejections: Iterable[Rejection]) -> None:
         """Add rejections found while reading audio and print each one that is new."""
         # An utterance is read again in each epoch: report it once.
-        new = [found for found in rejections if found.row not in self._broken[found.manifest]]
-        for found in new:
-            say(f"Skipped: {found.audio_filepath} (row {found.row} of {found.manifest}): {found.reason}")
+        new = [rejection for rejection in rejections if rejection.row not in self._broken[rejection.manifest]]
+        for rejection in new:
+            say(
+                f"Skipped: {rejection.audio_filepath} (row {rejection.row} of {rejection.manifest}): {rejection.reason}"
+            )
         self._news += new
         self._take(new)
 
@@ -346,11 +348,11 @@ class Rejections:
         self.count += len(rejections)
         if self._path and rejections:
             with self._listing(), open(self._path, "a", encoding="utf-8") as file:
-                file.writelines(json.dumps(asdict(found), ensure_ascii=False) + "\n" for found in rejections)
-        for found in rejections:
-            if found.is_broken:  # by row, so that reading it again does not count it twice
-                self._broken[found.manifest][found.row] = found
-        for manifest in {found.manifest for found in rejections}:
+                file.writelines(json.dumps(asdict(rejection), ensure_ascii=False) + "\n" for rejection in rejections)
+        for rejection in rejections:
+            if rejection.is_broken:  # by row, so that reading it again does not count it twice
+                self._broken[rejection.manifest][rejection.row] = rejection
+        for manifest in {rejection.manifest for rejection in rejections}:
             self._check(manifest)
 
     @contextlib.contextmanager
@@ -367,14 +369,15 @@ class Rejections:
         if len(broken) <= self._most * rows:
             return
         lines = [
-            f"row {one.row}, {one.audio_filepath}".removesuffix(", ") + f": {one.reason}" for one in broken[:NAMED]
+            f"row {rejection.row}, {rejection.audio_filepath}".removesuffix(", ") + f": {rejection.reason}"
+            for rejection in broken[:NAMED]
         ]
         named = "".join(f"\n  {line}" for line in lines)
-        others = f"\n  and {count(len(broken) - NAMED, 'other')}" if len(broken) > NAMED else ""
+        omitted = f"\n  and {count(len(broken) - NAMED, 'other')}" if len(broken) > NAMED else ""
         listed = f" (listed in {self._path})" if self._path else ""
         raise DataError(
             f"{len(broken):,} of the {count(rows, 'row')} of {manifest} {is_or_are(len(broken))} broken, more than "
-            f"--max_rejected {self._most:.4g} allows:{named}{others}\n"
+            f"--max_rejected {self._most:.4g} allows:{named}{omitted}\n"
             f"Fix or delete them{listed}, or raise --max_rejected."
         )
 

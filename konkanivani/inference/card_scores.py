@@ -69,9 +69,9 @@ def read_scores(path: Path, checkpoint: str, step: int) -> tuple[CardScore, ...]
     lines = [line for line in data.split(b"\n") if line.strip()]
     for line in lines:
         try:
-            found = _parse(line)
-            _check_checkpoint(found, checkpoint, step)
-            scores.append(_score(found))
+            record = _parse(line)
+            _check_checkpoint(record, checkpoint, step)
+            scores.append(_score(record))
         except _Invalid as error:
             raise DataError(f"--scores {path} cannot be used: {error}. {advice}") from None
     if not scores:
@@ -81,69 +81,69 @@ def read_scores(path: Path, checkpoint: str, step: int) -> tuple[CardScore, ...]
 
 def _parse(line: bytes) -> Mapping[str, object]:
     try:
-        found = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
+        record = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         raise _Invalid("a line is not JSON") from None
-    if not isinstance(found, dict):
+    if not isinstance(record, dict):
         raise _Invalid("a line is not a JSON object")
-    return found
+    return record
 
 
 def _refuse_constant(name: str) -> float:
     raise _Invalid(f"it contains {name}")
 
 
-def _check_checkpoint(found: Mapping[str, object], checkpoint: str, step: int) -> None:
+def _check_checkpoint(record: Mapping[str, object], checkpoint: str, step: int) -> None:
     """Raise _Invalid if the score is not of this checkpoint: the card would state a rate of another model."""
-    scored = found.get("checkpoint")
+    scored = record.get("checkpoint")
     if not isinstance(scored, str):
         raise _Invalid("it names no checkpoint, so it may be the score of another model")
-    if os.path.basename(scored) != os.path.basename(checkpoint) or found.get("step") != step:
+    if os.path.basename(scored) != os.path.basename(checkpoint) or record.get("step") != step:
         raise _Invalid(
-            f"it is the score of {scored[:200]} (step {found.get('step')!s:.20}), not of the exported {checkpoint} "
+            f"it is the score of {scored[:200]} (step {record.get('step')!s:.20}), not of the exported {checkpoint} "
             f"(step {step})"
         )
 
 
-def _score(found: Mapping[str, object]) -> CardScore:
-    manifest = _text(found, "manifest")
+def _score(record: Mapping[str, object]) -> CardScore:
+    manifest = _text(record, "manifest")
     return CardScore(
         manifest=os.path.basename(manifest) or manifest,
-        decoding=_decoding(found),
-        normalize=_text(found, "normalize"),
-        utterances=_number(found, "utterances"),
-        left_out=_number(found, "left_out"),
-        unit=_text(found, "interval_unit"),
-        wer=_rate(found, "wer", _number(found, "word_errors"), _number(found, "words")),
-        cer=_rate(found, "cer", _number(found, "character_errors"), _number(found, "characters")),
+        decoding=_decoding(record),
+        normalize=_text(record, "normalize"),
+        utterances=_number(record, "utterances"),
+        left_out=_number(record, "left_out"),
+        unit=_text(record, "interval_unit"),
+        wer=_rate(record, "wer", _number(record, "word_errors"), _number(record, "words")),
+        cer=_rate(record, "cer", _number(record, "character_errors"), _number(record, "characters")),
     )
 
 
-def _text(found: Mapping[str, object], name: str) -> str:
-    value = found.get(name)
+def _text(record: Mapping[str, object], name: str) -> str:
+    value = record.get(name)
     if not isinstance(value, str) or not value:
         raise _Invalid(f"its {name} is missing or not a text")
     return value
 
 
-def _number(found: Mapping[str, object], name: str) -> int:
-    value = found.get(name)
+def _number(record: Mapping[str, object], name: str) -> int:
+    value = record.get(name)
     # type(): a bool is an int.
     if type(value) is not int or value < 0:
         raise _Invalid(f"its {name} is missing or not a number")
     return value
 
 
-def _rate(found: Mapping[str, object], name: str, errors: int, length: int) -> Rate:
+def _rate(record: Mapping[str, object], name: str, errors: int, length: int) -> Rate:
     """Return the rate from its counts, after checking that the stated rate is the same."""
     value = errors / length if length else math.nan
-    stated = found.get(name)
+    stated = record.get(name)
     number = math.nan if stated is None else stated
     if not isinstance(number, int | float) or isinstance(number, bool):
         raise _Invalid(f"its {name} is not a number")
     if math.isnan(number) != math.isnan(value) or abs(number - value) > ROUNDING:
         raise _Invalid(f"its {name} differs from its number of errors divided by the length")
-    interval = found.get(f"{name}_interval")
+    interval = record.get(f"{name}_interval")
     if not isinstance(interval, list) or len(interval) != 2:
         raise _Invalid(f"its {name}_interval is missing or not two numbers")
     if interval == [None, None]:  # undefined, for example with a single utterance
@@ -154,9 +154,9 @@ def _rate(found: Mapping[str, object], name: str, errors: int, length: int) -> R
     return Rate(value, float(low), float(high))
 
 
-def _decoding(found: Mapping[str, object]) -> str:
+def _decoding(record: Mapping[str, object]) -> str:
     """Return the decoding method in words."""
-    settings = found.get("decoding")
+    settings = record.get("decoding")
     if not isinstance(settings, dict):
         raise _Invalid("its decoding is missing")
     try:

@@ -62,24 +62,24 @@ class FallbackDecode:
     def __call__(self, model: Network, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
         speech = _EncodedSpeech(model, encoded, encoded_lengths)
         first = self.inner.search(model, encoded, encoded_lengths, best=1)
-        found = [list(hypotheses[0].tokens) if hypotheses else [] for hypotheses in first]
+        outputs = [list(hypotheses[0].tokens) if hypotheses else [] for hypotheses in first]
         # Skip the scoring pass for hypotheses that certainly pass.
         bad = [row for row, hypotheses in enumerate(first) if not self._is_surely_good(hypotheses)]
         no_speech = self._no_speech(speech, bad)
         # The first pass scores the hypotheses of `inner`, the others sample.
-        for choose in (_given(found, self.inner.special.end), *map(self._drawn, self.temperatures)):
+        for choose in (_given(outputs, self.inner.special.end), *map(self._drawn, self.temperatures)):
             decoded = self._decoded(speech, bad, choose)
             # As in section 4.5, "no speech" alone is not reliable: the text must be unlikely too.
             silent = {row for row in no_speech & decoded.keys() if not self._is_likely(decoded[row])}
             for row in bad:
-                found[row] = [] if row in silent else decoded[row].tokens
+                outputs[row] = [] if row in silent else decoded[row].tokens
             bad = [row for row in bad if row not in silent and not self._is_good(decoded[row])]
         limits = self.inner.limits(model, encoded_lengths)
         for row in bad:
             # A chant or a list may repeat itself. If the hypothesis ends by itself, it is kept.
-            if len(found[row]) >= limits[row] and not self._is_readable(found[row]):
-                found[row] = without_final_loop(found[row], self.vocabulary)
-        return found
+            if len(outputs[row]) >= limits[row] and not self._is_readable(outputs[row]):
+                outputs[row] = without_final_loop(outputs[row], self.vocabulary)
+        return outputs
 
     def _is_good(self, decoded: Decoded) -> bool:
         return self._is_readable(decoded.tokens) and self._is_likely(decoded)
@@ -90,35 +90,35 @@ class FallbackDecode:
     def _is_likely(self, decoded: Decoded) -> bool:
         return decoded.mean_log_probability >= self.min_log_probability
 
-    def _is_surely_good(self, found: tuple[Hypothesis, ...]) -> bool:
+    def _is_surely_good(self, hypotheses: tuple[Hypothesis, ...]) -> bool:
         """Return whether the scores of the decoder search already show that a hypothesis passes, without rescoring."""
         # Scores with CTC or a language model are not decoder probabilities.
-        if not found or self.inner.ctc_weight or self.inner.language_model is not None:
+        if not hypotheses or self.inner.ctc_weight or self.inner.language_model is not None:
             return False
         # The search normalises over all tokens, not only over allowed ones, so its probabilities are lower bounds.
-        tokens = list(found[0].tokens)
-        total = found[0].log_probability - self.inner.length_bonus * len(tokens)
+        tokens = list(hypotheses[0].tokens)
+        total = hypotheses[0].log_probability - self.inner.length_bonus * len(tokens)
         return self._is_good(Decoded(tokens, total / (len(tokens) + 1)))
 
     def _no_speech(self, speech: "_EncodedSpeech", rows: list[int]) -> set[int]:
         """Return the utterances with a high probability of "no speech", predicted right after the start token."""
-        found = set()
+        silent = set()
         token = self.vocabulary.no_speech
         # The prompt is left out: the distribution after the start token alone contains "no speech".
         for part in speech.parts(rows) if token is not None else ():
             scores = AttentionScorer(speech.model, *speech.part(part), 1, self.inner.special).score()
             is_above = (scores[:, 0, token].exp() > self.max_no_speech).tolist()
-            found |= set(itertools.compress(part, is_above))
-        return found
+            silent |= set(itertools.compress(part, is_above))
+        return silent
 
     def _decoded(self, speech: "_EncodedSpeech", rows: list[int], choose: Choose) -> dict[int, Decoded]:
         """Return the hypotheses of `rows` with tokens selected by `choose`."""
-        found: dict[int, Decoded] = {}
+        decoded: dict[int, Decoded] = {}
         for part in speech.parts(rows):
             scorer = self.inner.attention(speech.model, *speech.part(part), 1)
             limits = self.inner.limits(speech.model, tuple(speech.lengths[row] for row in part))
-            found |= generate(scorer, choose, dict(zip(part, limits, strict=True)), self.inner.special.end)
-        return found
+            decoded |= generate(scorer, choose, dict(zip(part, limits, strict=True)), self.inner.special.end)
+        return decoded
 
     def _drawn(self, temperature: float) -> Choose:
         """Return a sampler of tokens with probabilities to the power of 1 / `temperature`, renormalised.
@@ -156,8 +156,8 @@ class _EncodedSpeech:
 
     def part(self, rows: list[int]) -> tuple[torch.Tensor, Lengths]:
         """Return encoded utterances (B', T', D) and their lengths."""
-        whole = len(rows) == len(self.encoded)
-        return self.encoded if whole else self.encoded[rows], tuple(self.lengths[row] for row in rows)
+        is_entire_batch = len(rows) == len(self.encoded)
+        return self.encoded if is_entire_batch else self.encoded[rows], tuple(self.lengths[row] for row in rows)
 
 
 def compression_ratio(text: bytes) -> float:
@@ -229,11 +229,11 @@ def _allowed(scores: torch.Tensor, is_at_limit: list[bool], end: int) -> torch.T
     return scores.masked_fill_(is_too_long, -math.inf).log_softmax(dim=1)
 
 
-def _given(found: list[list[int]], end: int) -> Choose:
-    """Return a selector of the tokens in `found`, followed by the end token."""
+def _given(outputs: list[list[int]], end: int) -> Choose:
+    """Return a selector of the tokens in `outputs`, followed by the end token."""
 
     def choose(step: int, rows: list[int], log_probabilities: torch.Tensor) -> torch.Tensor:
-        tokens = [found[row][step] if step < len(found[row]) else end for row in rows]
+        tokens = [outputs[row][step] if step < len(outputs[row]) else end for row in rows]
         return torch.tensor(tokens, device=log_probabilities.device)
 
     return choose

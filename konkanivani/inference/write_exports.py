@@ -69,8 +69,8 @@ def recognize_with(speech_model: SpeechModel) -> Recognize:
     decode = greedy_decode(speech_model.architecture, speech_model.tokenizer)
 
     def recognize(waveforms: torch.Tensor, sample_lengths: Lengths) -> list[str]:
-        found = decode(speech_model.model, *speech_model.encode(waveforms, sample_lengths))
-        return [speech_model.tokenizer.decode(tokens) for tokens in found]
+        hypotheses = decode(speech_model.model, *speech_model.encode(waveforms, sample_lengths))
+        return [speech_model.tokenizer.decode(tokens) for tokens in hypotheses]
 
     return recognize
 
@@ -98,12 +98,12 @@ def check_bundle(read: SpeechModel, speech_model: SpeechModel, path: Path) -> No
 
 
 @torch.no_grad()
-def check_onnx(found: "OnnxModel", speech_model: SpeechModel, path: Path, tolerance: float) -> None:
+def check_onnx(onnx_model: "OnnxModel", speech_model: SpeechModel, path: Path, tolerance: float) -> None:
     """Raise a NumericsError if a probability differs by more than `tolerance` from the checkpoint's."""
     ctc_head = ctc_head_of(speech_model.model)
     waveforms, lengths = check_signal()
     # One padded batch in ONNX against single waveforms in PyTorch: padding must not change the output.
-    together, encoded_lengths = found.log_probabilities(waveforms, lengths)
+    together, encoded_lengths = onnx_model.log_probabilities(waveforms, lengths)
     for row, length in enumerate(lengths):
         encoded, wanted_lengths = speech_model.encode(waveforms[row : row + 1, :length], (length,))
         wanted = ctc_head(encoded).softmax(dim=-1)[0]
@@ -123,8 +123,8 @@ def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def _farthest(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).abs().max()) if found.shape == wanted.shape else math.nan
+def _farthest(output: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((output - expected).abs().max()) if output.shape == expected.shape else math.nan
 
 
 def compare(forms: list[Exported], utterances: EvaluationSet) -> list[FormScore]:
@@ -231,10 +231,12 @@ def export_folders(
 def table(comparisons: list[FormScore]) -> list[str]:
     """Return a table with one line per exported model, below a header."""
     lines = [f"{'':12} {'WER':>7} {'CER':>7} {'changed texts':>14} {'size':>9}"]
-    for found in comparisons:
-        rates = found.rates
-        others = f"{found.other_texts} of {found.utterances}"
-        lines.append(f"{found.name:12} {rates.wer:7.2%} {rates.cer:7.2%} {others:>14} {size_in_words(found.size):>9}")
+    for score in comparisons:
+        rates = score.rates
+        different = f"{score.other_texts} of {score.utterances}"
+        lines.append(
+            f"{score.name:12} {rates.wer:7.2%} {rates.cer:7.2%} {different:>14} {size_in_words(score.size):>9}"
+        )
     return lines
 
 

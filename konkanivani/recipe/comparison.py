@@ -47,15 +47,15 @@ class Flag:
 
 def flags_in(arguments: Sequence[str]) -> list[Flag]:
     """Split a command line into flags in their order; words before the first flag form a flag with an unknown name."""
-    found: list[Flag] = []
+    flags: list[Flag] = []
     for word in arguments:
-        if word.startswith("--") or not found:
+        if word.startswith("--") or not flags:
             # Former names of flags are mapped to the current ones.
             name = with_new_name(word).partition("=")[0].removeprefix("--").replace("-", "_")
-            found.append(Flag(name, (word,)))
+            flags.append(Flag(name, (word,)))
         else:
-            found[-1] = dataclasses.replace(found[-1], words=(*found[-1].words, word))
-    return found
+            flags[-1] = dataclasses.replace(flags[-1], words=(*flags[-1].words, word))
+    return flags
 
 
 @dataclass(frozen=True)
@@ -147,11 +147,11 @@ def check_data(config: TrainConfig) -> None:
 
 def conditions_of(config: TrainConfig) -> dict[str, str]:
     """Return everything that determines a run's result, by display name: flags, and digests of the manifests."""
-    found = {f"--{setting.name}": repr(setting.value) for setting in settings_of(config)}
+    conditions = {f"--{setting.name}": repr(setting.value) for setting in settings_of(config)}
     for part in ("train_manifest", "valid_manifest", "test_manifest"):
         if path := getattr(config.data, part):
-            found[f"what --{part} holds"] = digest_of_file(Path(path))
-    return found
+            conditions[f"what --{part} holds"] = digest_of_file(Path(path))
+    return conditions
 
 
 # --------------------
@@ -212,19 +212,19 @@ class Kept:
         return [name for name in names if not has_failed or name in ("--pretrained", "--preset")]
 
 
-def write_kept(folder: Path, kept: Kept) -> None:
+def write_kept(folder: Path, record: Kept) -> None:
     """Write the record atomically into the model's folder, which is created if needed."""
     with atomic_write(folder / KEPT) as partial:
         folder.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(dataclasses.asdict(kept), ensure_ascii=False) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(dataclasses.asdict(record), ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def read_kept(folder: Path) -> Kept | None:
     """Return the folder's record; None if it is missing or unreadable, in which case the run is resumed."""
     try:
-        found = json.loads((folder / KEPT).read_text(encoding="utf-8"))
-        outcome = found["outcome"] and Outcome(**found["outcome"])
-        return Kept(dict(found["conditions"]), found["summary"], outcome)
+        record = json.loads((folder / KEPT).read_text(encoding="utf-8"))
+        outcome = record["outcome"] and Outcome(**record["outcome"])
+        return Kept(dict(record["conditions"]), record["summary"], outcome)
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -312,10 +312,10 @@ REPORT = "comparison.json"
 def check_conditions(conditions: Mapping[str, Mapping[str, str]], folder: Path) -> None:
     """Raise a UsageError if the folder has a run of one of the models, by name, under different conditions."""
     for name in conditions:
-        kept = read_kept(folder / name)
-        if other := kept.differences(conditions[name]) if kept else []:
+        earlier = read_kept(folder / name)
+        if changed := earlier.differences(conditions[name]) if earlier else []:
             raise UsageError(
-                f"{folder / name} contains a run with different {', '.join(other)}, so its result is not "
+                f"{folder / name} contains a run with different {', '.join(changed)}, so its result is not "
                 "comparable. Use the same flags as before, or another --folder."
             )
 
@@ -332,10 +332,10 @@ def compare(
         runner.check()
         place = folder / candidate.name
         beginning = f"Model {number} of {len(candidates)}, {candidate.name}"
-        kept = read_kept(place)
-        if kept is not None and kept.outcome is not None and kept.is_finished:
+        earlier = read_kept(place)
+        if earlier is not None and earlier.outcome is not None and earlier.is_finished:
             say(f"{beginning}: already trained.", sys.stderr)
-            outcome = kept.outcome
+            outcome = earlier.outcome
         else:
             say(f"{beginning}: training in {place}.", sys.stderr)
             outcome = _train(candidate, conditions[candidate.name], place, runner)
@@ -351,18 +351,18 @@ def report_of(outcomes: Sequence[Outcome]) -> str:
 
 
 def _train(candidate: Candidate, conditions: Mapping[str, str], place: Path, runner: CommandRunner) -> Outcome:
-    kept = Kept(conditions)
-    write_kept(place, kept)
+    record = Kept(conditions)
+    write_kept(place, record)
     folders = ("--checkpoint_dir", str(place / "checkpoints"), "--log_dir", str(place / "logs"))
     ended = runner.run("train", [*candidate.flags, *folders, "--resume", "auto"])
     if ended.exit_code == 0:
         # The trainer prints its JSON line last.
         summary = json.loads(ended.output[-1])
         outcome = outcome_of(candidate.name, candidate.source, summary)
-        write_kept(place, dataclasses.replace(kept, summary=summary, outcome=outcome))
+        write_kept(place, dataclasses.replace(record, summary=summary, outcome=outcome))
     else:
         # An interrupted run has no outcome, so that the next call resumes it: raise before a failure is recorded.
         runner.check()
         outcome = Outcome(candidate.name, candidate.source, ended.exit_code, ended.reason)
-        write_kept(place, dataclasses.replace(kept, outcome=outcome))
+        write_kept(place, dataclasses.replace(record, outcome=outcome))
     return outcome

@@ -80,7 +80,7 @@ def sources(ours: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, 
     """
     stages = STAGES[config.subsampling].items()
     table = PARTS | {f"subsampling.stages.{mine}": (f"pre_encode.conv.{theirs}",) for mine, theirs in stages}
-    found = {}
+    source_by_name = {}
     last = config.encoder_layers - 1
     for mine, theirs in table.items():
         for n in range(last + 1) if "{n}" in mine else (0,):
@@ -89,8 +89,8 @@ def sources(ours: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, 
                 name = "encoder." + mine.format(n=n) + leaf
                 if name in ours:
                     names = tuple(f"encoder.{part.format(n=n, before=n - 1, last=last)}{leaf}" for part in theirs)
-                    found[name] = _source(mine, leaf, names, tuple(ours[name].shape), config)
-    return found
+                    source_by_name[name] = _source(mine, leaf, names, tuple(ours[name].shape), config)
+    return source_by_name
 
 
 def _source(part: str, leaf: str, names: tuple[str, ...], shape: tuple[int, ...], config: ModelConfig) -> Source:
@@ -172,17 +172,17 @@ class NemoSettings:
 def read_settings(text: bytes, path: Path) -> NemoSettings:
     """Return the settings of a configuration's text; raise a CheckpointError that names the first unsupported one."""
     values = read_yaml(text, path)
-    whole = Section(path, "configuration", values)
-    target = str(whole.get("target")).rpartition(".")[2]
-    version = str(whole.get("nemo_version"))
+    config = Section(path, "configuration", values)
+    target = str(config.get("target")).rpartition(".")[2]
+    version = str(config.get("nemo_version"))
     if target not in HEADS:
         reason = f"its target is {target!r:.80}, but only {' or '.join(HEADS)} is supported"
         raise refused(path, reason, "Use another model")
     names, prefix = HEADS[target]
-    features = _features(Section(path, "preprocessor", whole.get("preprocessor")), _edges(version, path))
-    model = _encoder(Section(path, "encoder", whole.get("encoder")), features.mel_bins)
+    features = _features(Section(path, "preprocessor", config.get("preprocessor")), _edges(version, path))
+    model = _encoder(Section(path, "encoder", config.get("encoder")), features.mel_bins)
     # A hybrid model may set `multisoftmax` in the section of its RNNT decoder only.
-    decoder = whole.get("decoder")
+    decoder = config.get("decoder")
     has_masks = isinstance(decoder, dict) and decoder.get("multisoftmax") is True
     for name in names:
         values = Section(path, ".".join(names), values).get(name)
@@ -194,19 +194,19 @@ def read_settings(text: bytes, path: Path) -> NemoSettings:
     head.only("add_blank", True)
     vocabulary = head.get("vocabulary")
     head.finish()
-    tokenizers = _tokenizers(Section(path, "tokenizer", whole.get("tokenizer")), path, has_masks)
-    licence = str(whole.get("license") or whole.get("licence") or "")[:200]
+    tokenizers = _tokenizers(Section(path, "tokenizer", config.get("tokenizer")), path, has_masks)
+    licence = str(config.get("license") or config.get("licence") or "")[:200]
     listed = tuple(vocabulary) if isinstance(vocabulary, list) else ()
     return NemoSettings(model, features, prefix, tokenizers, listed, f"NeMo {version}", licence)
 
 
 def _edges(version: str, path: Path) -> Literal["zeros", "reflected"]:
     """Return the padding of waveforms in the NeMo version that saved the file."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or int(found[1]) not in KNOWN_MAJORS:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None or int(match[1]) not in KNOWN_MAJORS:
         reason = f"its nemo_version is {version!r:.80}, and the features of that version are unknown"
         raise refused(path, reason, "Use a newer version, or save it with NeMo 1, 2 or 3")
-    return "zeros" if (int(found[1]), int(found[2])) >= ZEROS_SINCE else "reflected"
+    return "zeros" if (int(match[1]), int(match[2])) >= ZEROS_SINCE else "reflected"
 
 
 def _features(section: Section, frame_padding: Literal["zeros", "reflected"]) -> FeatureConfig:
@@ -229,7 +229,7 @@ def _features(section: Section, frame_padding: Literal["zeros", "reflected"]) ->
     # PyYAML reads 1e-5, without a decimal point, as a string; it is rejected too.
     if type(smallest) is not float or not 0 < smallest < 1:
         raise section.unbuilt("log_zero_guard_value", smallest, "a number between 0 and 1, tiny or eps")
-    found = FeatureConfig(
+    features = FeatureConfig(
         mel_bins=section.count("features", 64),
         fft_samples=transform,
         window_samples=window,
@@ -246,7 +246,7 @@ def _features(section: Section, frame_padding: Literal["zeros", "reflected"]) ->
         normalization="utterance",
     )
     section.finish()
-    return found
+    return features
 
 
 def _samples(section: Section, key: str, default: float) -> int:
@@ -276,7 +276,7 @@ def _encoder(section: Section, mel_bins: int) -> ModelConfig:
         built = " or ".join(f"{kind} by {factor}" for kind, factor in SUBSAMPLINGS)
         raise section.unbuilt("subsampling", f"{kind} by {factor}", built)
     channels = section.count("subsampling_conv_channels", -1, least=-1)
-    found = ModelConfig(
+    model_config = ModelConfig(
         d_model=width,
         encoder_layers=section.count("n_layers", None),
         decoder_layers=0,
@@ -295,7 +295,7 @@ def _encoder(section: Section, mel_bins: int) -> ModelConfig:
         biases=section.only("use_bias", True, False),
     )
     section.finish()
-    return found
+    return model_config
 
 
 def _tokenizers(section: Section, path: Path, has_masks: bool) -> dict[str, str]:
@@ -310,20 +310,20 @@ def _tokenizers(section: Section, path: Path, has_masks: bool) -> dict[str, str]
         reason = f"its tokenizer.type is {kind!r:.80} with tokens of several languages"
         raise refused(path, f"{reason}, but only one softmax per language is supported", "Use another model")
     section.finish()
-    found = {}
+    files = {}
     for language, values in Section(path, "tokenizer.langs", languages).left.items():
-        one = Section(path, f"tokenizer.langs.{language}", values)
-        one.ignore("dir", "hf_kwargs")
-        found[str(language)] = _tokenizer(one, path, str(one.get("type", "bpe")).lower())
-    return found
+        tokenizer = Section(path, f"tokenizer.langs.{language}", values)
+        tokenizer.ignore("dir", "hf_kwargs")
+        files[str(language)] = _tokenizer(tokenizer, path, str(tokenizer.get("type", "bpe")).lower())
+    return files
 
 
 def _tokenizer(section: Section, path: Path, kind: str) -> str:
     if kind != "bpe":
         raise section.unbuilt("type", kind, "bpe, a SentencePiece model,")
     section.ignore("vocab_path", "spe_tokenizer_vocab", "special_tokens")
-    found = section.get("model_path")
+    model_path = section.get("model_path")
     section.finish()
-    if not isinstance(found, str):
+    if not isinstance(model_path, str):
         raise refused(path, "its configuration has no tokenizer", "Use a file saved by NeMo")
-    return found.removeprefix("nemo:").rpartition("/")[2]
+    return model_path.removeprefix("nemo:").rpartition("/")[2]

@@ -58,12 +58,12 @@ def read_tensors(file: BinaryIO, path: Path) -> Tensors:
 
 
 def take_weights(
-    found: Tensors, ours: Mapping[str, torch.Tensor], settings: NemoSettings, rows: Sequence[int | None], path: Path
+    tensors: Tensors, ours: Mapping[str, torch.Tensor], settings: NemoSettings, rows: Sequence[int | None], path: Path
 ) -> Tensors:
     """Return the weights of this project's model in fp32.
 
     Args:
-        found: tensors of the file. They are removed as they are converted, so that no tensor exists twice.
+        tensors: tensors of the file. They are removed as they are converted, so that no tensor exists twice.
         ours: state dict of the model, without values.
         rows: row of the file's CTC head for each token of this project, None for a token that the file lacks. The
             file's last row, for the blank, is the first of `rows`.
@@ -77,22 +77,24 @@ def take_weights(
     if blank is None:
         raise ValueError("the first of the rows is the blank's, which every file has")
     shapes |= {head[0]: (blank + 1, settings.model.d_model, 1), head[1]: (blank + 1,)}
-    _check(found, shapes, path)
+    _check_tensors(tensors, shapes, path)
     # Free unused tensors, such as an RNNT decoder, before new ones are made.
-    for name in found.keys() - shapes.keys():
-        del found[name]
+    for name in tensors.keys() - shapes.keys():
+        del tensors[name]
     weights = {}
-    places = set()
+    addresses = set()
     for name, source in needed.items():
-        made = _made(found, source, ours[name].shape)
-        memory = made.untyped_storage()
+        converted = _convert(tensors, source, ours[name].shape)
+        storage = converted.untyped_storage()
         # Biases may share memory in the file. Copy them, and views of larger tensors, so that each weight has its own
         # memory and no more than it needs.
-        weights[name] = made.clone() if memory.data_ptr() in places or memory.nbytes() > made.nbytes else made
-        places.add(memory.data_ptr())
+        weights[name] = (
+            converted.clone() if storage.data_ptr() in addresses or storage.nbytes() > converted.nbytes else converted
+        )
+        addresses.add(storage.data_ptr())
     # NeMo's CTC head is a convolution with kernel size 1: (V, D, 1).
-    weights["ctc_head.weight"] = _rows(found[head[0]].float().flatten(1), rows, 0.0)
-    weights["ctc_head.bias"] = _rows(found[head[1]].float(), rows, NEVER)
+    weights["ctc_head.weight"] = _select_rows(tensors[head[0]].float().flatten(1), rows, 0.0)
+    weights["ctc_head.bias"] = _select_rows(tensors[head[1]].float(), rows, NEVER)
     check_finite(str(path), weights)  # folding divides by the root of a variance, which may be negative
     return weights
 
@@ -104,33 +106,33 @@ def _shapes(needed: Collection[Source]) -> Shapes:
     return shapes | {f"{norm}.{leaf}": shape for norm, shape in norms.items() for leaf in BATCH_NORM}
 
 
-def _check(found: Tensors, shapes: Shapes, path: Path) -> None:
+def _check_tensors(tensors: Tensors, shapes: Shapes, path: Path) -> None:
     """Raise a CheckpointError that names a missing, misshapen, non-floating-point, non-finite or unknown tensor."""
     for name, shape in shapes.items():
-        tensor = found.get(name)
+        tensor = tensors.get(name)
         if tensor is None:
             raise refused(path, f"it has no tensor {name}, which its configuration requires")
         if tuple(tensor.shape) != shape or not tensor.is_floating_point():
             kind = f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
             raise refused(path, f"its tensor {name} is {kind}, but its configuration requires {shape} of floats")
-    unknown = sorted(name for name in found if name not in shapes and not LEFT.fullmatch(name))
+    unknown = sorted(name for name in tensors if name not in shapes and not LEFT.fullmatch(name))
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         reason = f"it has a tensor {unknown[0]!r:.120}{more} that its configuration does not use"
         raise refused(path, reason, "Use another model, or a newer version")
-    check_finite(str(path), {name: found[name] for name in shapes})
+    check_finite(str(path), {name: tensors[name] for name in shapes})
 
 
-def _made(found: Tensors, source: Source, shape: torch.Size) -> torch.Tensor:
+def _convert(tensors: Tensors, source: Source, shape: torch.Size) -> torch.Tensor:
     """Return one converted tensor; a BatchNorm is folded into the convolution before it, with fixed statistics.
 
     y = (conv(x) - mean) / sqrt(variance + 1e-5) * weight + bias is a convolution with scaled kernel and bias.
     """
-    parts = [found.pop(name).float() for name in source.names]
+    parts = [tensors.pop(name).float() for name in source.names]
     if source.norm is None:
         return (torch.cat(parts) if len(parts) > 1 else parts[0]).reshape(shape)
     # Fold in float64 and round once.
-    weight, bias, mean, variance = (found[f"{source.norm}.{leaf}"].double() for leaf in BATCH_NORM)
+    weight, bias, mean, variance = (tensors[f"{source.norm}.{leaf}"].double() for leaf in BATCH_NORM)
     scale = weight / (variance + NORM_EPSILON).sqrt()
     # Kernel (D, 1, K); otherwise the bias, which is 0 if the convolution has none.
     if len(shape) == 3:
@@ -138,11 +140,11 @@ def _made(found: Tensors, source: Source, shape: torch.Size) -> torch.Tensor:
     return (((parts[0].double() if parts else 0.0) - mean) * scale + bias).float()
 
 
-def _rows(head: torch.Tensor, rows: Sequence[int | None], otherwise: float) -> torch.Tensor:
-    """Return the given rows of a tensor, filled with `otherwise` for None."""
-    made = head[torch.tensor([row or 0 for row in rows])]
-    made[torch.tensor([row is None for row in rows])] = otherwise
-    return made
+def _select_rows(head: torch.Tensor, rows: Sequence[int | None], missing_value: float) -> torch.Tensor:
+    """Return the given rows of a tensor, filled with `missing_value` for None."""
+    selected = head[torch.tensor([row or 0 for row in rows])]
+    selected[torch.tensor([row is None for row in rows])] = missing_value
+    return selected
 
 
 # --------------------
@@ -180,16 +182,16 @@ ENCODER_UNUSED = (
 def read_folder_settings(path: Path) -> NemoSettings:
     """Return the settings of the model in a folder; raise a CheckpointError that names the first unsupported one."""
     values = _json(path, CONFIG)
-    whole = Section(path, CONFIG, values)
-    whole.only("model_type", "parakeet_ctc")
-    size = whole.count("vocab_size", 1025)
-    blank = whole.get("pad_token_id", 1024)
+    config = Section(path, CONFIG, values)
+    config.only("model_type", "parakeet_ctc")
+    size = config.count("vocab_size", 1025)
+    blank = config.get("pad_token_id", 1024)
     # The CTC head is imported with the blank in its last row, as NeMo has it.
     if blank != size - 1:
-        raise whole.unbuilt("pad_token_id", blank, f"the last token, {size - 1},")
-    version = str(whole.get("transformers_version", "of unknown version"))[:40]
+        raise config.unbuilt("pad_token_id", blank, f"the last token, {size - 1},")
+    version = str(config.get("transformers_version", "of unknown version"))[:40]
     features = _features(path)
-    model = _encoder(Section(path, "encoder_config", whole.get("encoder_config")), features.mel_bins)
+    model = _encoder(Section(path, "encoder_config", config.get("encoder_config")), features.mel_bins)
     return NemoSettings(
         model, features, HEADS["EncDecCTCModelBPE"][1], {"": TOKENIZER}, (), f"transformers {version}", ""
     )
@@ -211,14 +213,14 @@ def read_folder_tensors(path: Path) -> Tensors:
             if int.from_bytes(file.read(8), "little") > MOST_HEADER_BYTES:
                 raise ValueError("its header is too long")
         with safetensors.safe_open(path / WEIGHTS, framework="pt") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
     except Exception as error:  # a damaged file can raise nearly anything
         reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
         hint = conversion_hint(path / WEIGHTS)
         raise refused(path, f"its {WEIGHTS} cannot be read ({reason:.200}){hint}") from None
-    for theirs, nemos in NAMES:
-        found = {re.sub(theirs, nemos, name): tensor for name, tensor in found.items()}
-    return found
+    for pattern, replacement in NAMES:
+        tensors = {re.sub(pattern, replacement, name): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
 def _json(path: Path, name: str) -> object:
@@ -242,7 +244,7 @@ def _features(path: Path) -> FeatureConfig:
     section.ignore("feature_extractor_type", "processor_class", "padding_side", "return_attention_mask")
     section.only("sampling_rate", SAMPLE_RATE)
     section.only("padding_value", 0.0, 0)
-    found = FeatureConfig(
+    features = FeatureConfig(
         mel_bins=section.count("feature_size", 80),
         fft_samples=section.count("n_fft", 512),
         window_samples=section.count("win_length", 400),
@@ -260,7 +262,7 @@ def _features(path: Path) -> FeatureConfig:
         normalization="utterance",
     )
     section.finish()
-    return found
+    return features
 
 
 def _encoder(section: Section, mel_bins: int) -> ModelConfig:
@@ -272,7 +274,7 @@ def _encoder(section: Section, mel_bins: int) -> ModelConfig:
     # Grouped-query attention is not supported.
     section.only("num_key_value_heads", heads)
     section.only("convolution_bias", biases)
-    found = ModelConfig(
+    model_config = ModelConfig(
         d_model=section.count("hidden_size", 1024),
         encoder_layers=section.count("num_hidden_layers", 24),
         decoder_layers=0,
@@ -289,7 +291,7 @@ def _encoder(section: Section, mel_bins: int) -> ModelConfig:
         biases=biases,
     )
     section.finish()
-    return found
+    return model_config
 
 
 # --------------------
@@ -342,8 +344,8 @@ def import_nemo(path: Path, language: str | None, folder: Path, source: str | No
         settings = read_folder_settings(path)
         tokenizers = {"": read_folder_pieces(path)}
         config = _config(settings, tokenizers[_choose(language, ("",), path)], path)
-        found = _imported(config, settings, tokenizers, read_folder_tensors(path), path / WEIGHTS)
-        return _with_source(found, source)
+        imported = _import_tensors(config, settings, tokenizers, read_folder_tensors(path), path / WEIGHTS)
+        return _with_source(imported, source)
     with open_nemo(path, folder) as archive:
         settings = read_settings(archive.config, path)
         tokenizers = {name: _pieces(archive, file) for name, file in settings.tokenizers.items()}
@@ -352,35 +354,35 @@ def import_nemo(path: Path, language: str | None, folder: Path, source: str | No
         config = _config(settings, tokenizers[chosen], path)
         # A licence file in the archive takes precedence over the configuration's entry.
         settings = replace(settings, licence=archive.licence or settings.licence)
-        found = _imported(config, settings, tokenizers, read_tensors(archive.weights, path), path, chosen)
-        return _with_source(found, source)
+        imported = _import_tensors(config, settings, tokenizers, read_tensors(archive.weights, path), path, chosen)
+        return _with_source(imported, source)
 
 
-def _with_source(found: Imported, source: str | None) -> Imported:
+def _with_source(imported: Imported, source: str | None) -> Imported:
     """Return the import with `source` in place of the file name in its provenance record."""
     if source is None:
-        return found
-    provenance = replace(found.provenance, file=source)
-    states = {**found.checkpoint.states, PROVENANCE_STATE: provenance.state_dict()}
-    return replace(found, checkpoint=replace(found.checkpoint, states=states), provenance=provenance)
+        return imported
+    provenance = replace(imported.provenance, file=source)
+    states = {**imported.checkpoint.states, PROVENANCE_STATE: provenance.state_dict()}
+    return replace(imported, checkpoint=replace(imported.checkpoint, states=states), provenance=provenance)
 
 
-def _imported(
+def _import_tensors(
     config: TrainConfig,
     settings: NemoSettings,
     tokenizers: Mapping[str, Pieces],
-    found: Tensors,
+    tensors: Tensors,
     path: Path,
     chosen: str = "",
 ) -> Imported:
     """Return the checkpoint for settings that have been read from the file at `path`, and its tensors."""
     pieces = tokenizers[chosen]
     architecture = architecture_of(config, pieces.tokenizer.size)
-    _check_filter_bank(found, architecture, path)
-    rnnt = sum(tensor.numel() for name, tensor in found.items() if RNNT.match(name))
+    _check_filter_bank(tensors, architecture, path)
+    rnnt = sum(tensor.numel() for name, tensor in tensors.items() if RNNT.match(name))
     # Names, shapes and dtypes only: no memory is used.
     ours = architecture.build_without_values().state_dict()
-    weights = take_weights(found, ours, settings, _head_rows(tokenizers, chosen), path)
+    weights = take_weights(tensors, ours, settings, _head_rows(tokenizers, chosen), path)
     left = [f"an RNNT decoder and joint network, {rnnt / 1e6:.1f} M parameters"] if rnnt else []
     left += [f"the tokens of {len(tokenizers) - 1} other languages"] if len(tokenizers) > 1 else []
     with explained(ResourceError, f"{path} cannot be read", "Fix that and start again."):
@@ -456,13 +458,13 @@ def _head_rows(tokenizers: Mapping[str, Pieces], chosen: str) -> list[int | None
     return [before, *rows[1:]]  # the blank is NeMo's last row, here the first token
 
 
-def _check_filter_bank(found: Tensors, architecture: HybridArchitecture, path: Path) -> None:
+def _check_filter_bank(tensors: Tensors, architecture: HybridArchitecture, path: Path) -> None:
     """Raise a CheckpointError if the file's mel filter bank differs from the one built from its settings."""
-    theirs = found.get(FILTER_BANK)
+    theirs = tensors.get(FILTER_BANK)
     ours = architecture.build_front_end(AugmentConfig()).log_mel.power.mel_scale.fb.T
     if theirs is None:
         return
     # Filters stored in half precision are compared with a larger tolerance.
-    nearness = 1e-5 if theirs.dtype == torch.float32 else 1e-3
-    if theirs.shape[1:] != ours.shape or not (theirs[0].float() - ours).abs().max() < nearness * ours.max():
+    tolerance = 1e-5 if theirs.dtype == torch.float32 else 1e-3
+    if theirs.shape[1:] != ours.shape or not (theirs[0].float() - ours).abs().max() < tolerance * ours.max():
         raise refused(path, f"its {FILTER_BANK} does not match its settings", "Use another model")

@@ -74,10 +74,10 @@ def name_in_file(name: str, is_gated: bool) -> str:
     for ours, theirs in NAMES.items():
         match = re.fullmatch(ours, name)
         if match:
-            found = match.expand(theirs)
+            expanded = match.expand(theirs)
             for part, named in (GATED_NAMES if is_gated else PLAIN_NAMES).items():
-                found = found.replace(part, named)
-            return found
+                expanded = expanded.replace(part, named)
+            return expanded
     raise ValueError(f"T5 has no tensor {name}")
 
 
@@ -202,12 +202,12 @@ def _variant_of(path: Path, config: Mapping[str, object]) -> T5Variant:
 
 def _has_own_head(path: Path, files: Mapping[str, tuple[str, ...]]) -> bool:
     """Return whether the output layer's first rows differ from the embedding's; `check_weights` compares all."""
-    found = {}
+    rows = {}
     for name in (HEAD, EMBEDDING):
         for file, names in files.items():
             if name in names:
-                found[name] = first_rows(path / file, name, COMPARED_ROWS)
-    return HEAD in found and (EMBEDDING not in found or not torch.equal(found[HEAD], found[EMBEDDING]))
+                rows[name] = first_rows(path / file, name, COMPARED_ROWS)
+    return HEAD in rows and (EMBEDDING not in rows or not torch.equal(rows[HEAD], rows[EMBEDDING]))
 
 
 def _special_ids(path: Path, config: Mapping[str, object], shape: T5Shape) -> tuple[int, int, int]:
@@ -215,9 +215,9 @@ def _special_ids(path: Path, config: Mapping[str, object], shape: T5Shape) -> tu
     padding = config.get("pad_token_id", 0)
     end = config.get("eos_token_id", 1)
     start = config.get("decoder_start_token_id", padding)
-    found = []
+    ids = []
     for name, value in (("pad_token_id", padding), ("eos_token_id", end), ("decoder_start_token_id", start)):
         if type(value) is not int or not 0 <= value < shape.vocab_size:
             raise refused(path, f"{name} in its {CONFIG} is {value!r:.40}, which is not one of its tokens")
-        found.append(value)
-    return found[0], found[1], found[2]
+        ids.append(value)
+    return ids[0], ids[1], ids[2]
