@@ -68,11 +68,11 @@ class Ended:
         # Keep an indented list with the lines around it.
         while start > 0 and "  " in (lines[start][:2], lines[start - 1][:2]):
             start -= 1
-        kept = lines[max(0, start) :]
+        last_lines = lines[max(0, start) :]
         # Of a traceback, only the exception itself.
-        if kept and kept[0].startswith("Traceback"):
-            kept = kept[-1:]
-        return " ".join(line.strip() for line in kept) or f"Exit code {self.exit_code}, without a message."
+        if last_lines and last_lines[0].startswith("Traceback"):
+            last_lines = last_lines[-1:]
+        return " ".join(line.strip() for line in last_lines) or f"Exit code {self.exit_code}, without a message."
 
     @property
     def message(self) -> str:
@@ -80,20 +80,20 @@ class Ended:
 
         Warnings are left out. Of a mistyped value, whose error is printed in a box, only the sentence is returned.
         """
-        kept: list[str] = []
+        error_lines: list[str] = []
         for line in self.errors:
             if LINE_OF_BAR.match(line) or LINE_OF_WARNING.match(line):
                 # Errors end the run: lines before a progress bar or a warning are not errors.
-                kept = []
-            elif line.strip() and (kept or not line.startswith("  ")):
-                kept.append(line)
-        if any(line.startswith("Traceback") for line in kept) or self.exit_code == KILLED or not kept:
+                error_lines = []
+            elif line.strip() and (error_lines or not line.startswith("  ")):
+                error_lines.append(line)
+        if any(line.startswith("Traceback") for line in error_lines) or self.exit_code == KILLED or not error_lines:
             return self.reason
-        if kept[0].startswith("╭"):
-            inside = [line.strip("│ ") for line in kept[1:]]
+        if error_lines[0].startswith("╭"):
+            inside = [line.strip("│ ") for line in error_lines[1:]]
             rule = next((number for number, line in enumerate(inside) if set(line) <= set("─╰╯")), len(inside))
             return " ".join(inside[:rule])
-        return "\n".join(kept)
+        return "\n".join(error_lines)
 
 
 class CommandRunner:
@@ -146,8 +146,8 @@ class CommandRunner:
             start_new_session=True,
             preexec_fn=_prepare_child,
         )
-        kept = deque[str](maxlen=KEPT_LINES), deque[str](maxlen=KEPT_LINES)
-        copies = (process.stdout, kept[0], is_result_shown), (process.stderr, kept[1], True)
+        last_lines = deque[str](maxlen=KEPT_LINES), deque[str](maxlen=KEPT_LINES)
+        copies = (process.stdout, last_lines[0], is_result_shown), (process.stderr, last_lines[1], True)
         threads = [threading.Thread(target=copy_output, args=copy, daemon=True) for copy in copies]
         with defer_signals():  # threads inherit the blocked mask, so that signals reach the main thread only
             # Deferred, so that a signal is sent once: two would end the process without saving.
@@ -159,7 +159,7 @@ class CommandRunner:
         code = process.wait()
         for thread in threads:
             thread.join()
-        output, errors = map(tuple, kept)
+        output, errors = map(tuple, last_lines)
         # A negative code is the signal that ended the process; shells report 128 + signal.
         return Ended(code if code >= 0 else 128 - code, output, errors)
 
@@ -175,12 +175,12 @@ def _prepare_child() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
-def copy_output(stream: io.TextIOWrapper, kept: deque[str], is_shown: bool = True) -> None:
+def copy_output(stream: io.TextIOWrapper, last_lines: deque[str], is_shown: bool = True) -> None:
     """Keep the last lines of a stream, and copy all to stderr if `is_shown`."""
     # Carriage returns must stay: with them a progress bar redraws its line instead of adding one.
     stream.reconfigure(newline="")
     for line in stream:
-        kept.append(line.rstrip("\r\n"))
+        last_lines.append(line.rstrip("\r\n"))
         if not is_shown:
             continue
         # The copy continues without a reader of stderr: a full pipe would block the run.
@@ -250,21 +250,21 @@ def train(config: TrainConfig) -> TrainingSummary:
 
 def summary_of(lines: Sequence[str]) -> TrainingSummary:
     """Return the summary in the last line that a run printed; raise a ResourceError if there is none."""
-    found = None
+    record = None
     with contextlib.suppress(ValueError, IndexError):
-        found = json.loads(lines[-1])
-    if not isinstance(found, dict) or "checkpoint" not in found:
+        record = json.loads(lines[-1])
+    if not isinstance(record, dict) or "checkpoint" not in record:
         raise ResourceError("The run ended without a summary. Look at its output above.")
-    named = [name for name, value in found.items() if value is None or isinstance(value, (int, float))]
+    named = [name for name, value in record.items() if value is None or isinstance(value, (int, float))]
     return TrainingSummary(
         is_interrupted=False,
-        checkpoint=Path(found["checkpoint"]),
-        tensorboard=Path(found["tensorboard"]),
-        steps=found["steps"],
-        epochs=found["epochs"],
-        parameters=found["parameters"],
-        best_valid_score=found["best_valid_score"],
-        test_wer=found["test_wer"],
-        test_cer=found["test_cer"],
-        scores={name: found[name] for name in named},
+        checkpoint=Path(record["checkpoint"]),
+        tensorboard=Path(record["tensorboard"]),
+        steps=record["steps"],
+        epochs=record["epochs"],
+        parameters=record["parameters"],
+        best_valid_score=record["best_valid_score"],
+        test_wer=record["test_wer"],
+        test_cer=record["test_cer"],
+        scores={name: record[name] for name in named},
     )

@@ -128,12 +128,12 @@ def command_line_of(command: str) -> str:
 def with_command_names(text: str) -> str:
     """Return the text with `konkanivani COMMAND` written as this process was started (`command_line_of`)."""
     names = "|".join(SCRIPTS)
-    return re.sub(rf"(?<![\w./])konkanivani ({names})\b", lambda found: command_line_of(found[1]), text)
+    return re.sub(rf"(?<![\w./])konkanivani ({names})\b", lambda match: command_line_of(match[1]), text)
 
 
 def with_new_name(flag: str) -> str:
     """Return a flag, with or without its value, under its current name (OLD_NAMES)."""
-    return re.sub(r"^--([\w-]+)", lambda found: "--" + OLD_NAMES.get(found[1].replace("-", "_"), found[1]), flag)
+    return re.sub(r"^--([\w-]+)", lambda match: "--" + OLD_NAMES.get(match[1].replace("-", "_"), match[1]), flag)
 
 
 def run_script(action: Callable[[], str]) -> int:
@@ -358,14 +358,14 @@ def flags_of(kind: type, default: object = None) -> list[HelpFlag]:
 
     Settings of imported checkpoints (`config.Imported`) are left out.
     """
-    found: list[HelpFlag] = []
+    help_flags: list[HelpFlag] = []
     hints = get_type_hints(kind, include_extras=True)
     plain_hints = get_type_hints(kind)
     texts = field_texts(kind)
     for field in dataclasses.fields(kind):
         value = _default_of(field, default)
         if dataclasses.is_dataclass(plain_hints[field.name]):
-            found += flags_of(plain_hints[field.name], value)
+            help_flags += flags_of(plain_hints[field.name], value)
             continue
         metadata = getattr(hints[field.name], "__metadata__", ())
         if IMPORTED in metadata:
@@ -383,8 +383,8 @@ def flags_of(kind: type, default: object = None) -> list[HelpFlag]:
         if len(values) > WIDTH - 20:
             values = "NAME"
             text = f"{text} One of: {', '.join(get_args(plain_hints[field.name]))}."
-        found.append(HelpFlag(field.name, _group_of(kind), values, text, is_positional))
-    return found
+        help_flags.append(HelpFlag(field.name, _group_of(kind), values, text, is_positional))
+    return help_flags
 
 
 @cache

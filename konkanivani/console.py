@@ -47,9 +47,9 @@ def short_name(path: str) -> str:
     return os.path.basename(path) or path
 
 
-def printable(text: object, kept: str = "") -> str:
-    """Escape, as JSON does, all characters that control the terminal or cannot be encoded in UTF-8, except `kept`."""
-    return "".join(c if c.isprintable() or c in JOINERS or c in kept else json.dumps(c)[1:-1] for c in str(text))
+def printable(text: object, exempt: str = "") -> str:
+    """Escape, as JSON does, all characters that control the terminal or cannot be encoded in UTF-8, except `exempt`."""
+    return "".join(c if c.isprintable() or c in JOINERS or c in exempt else json.dumps(c)[1:-1] for c in str(text))
 
 
 def show_text(text: str, most: int = 200) -> str:
@@ -123,7 +123,7 @@ class StageClock:
 def say(text: object, stream: TextIO | None = None) -> None:
     """Print text with terminal control sequences escaped, and flush."""
     # Names from manifests and archives may contain escape sequences.
-    print(printable(text, kept="\n\t"), file=stream, flush=True)
+    print(printable(text, exempt="\n\t"), file=stream, flush=True)
 
 
 @contextlib.contextmanager

@@ -86,11 +86,11 @@ def check_gpu_architecture(
     if any(_runs_on(architecture, capability) for architecture in architectures):
         return
     held = " ".join(architectures) or "no GPU code at all"
-    what = (
+    problem = (
         f"{name} has architecture sm_{capability[0]}{capability[1]}; the installed PyTorch {torch_version} "
         f"contains {held}."
     )
-    raise ResourceError(f"{what} {_remedy(capability)}")
+    raise ResourceError(f"{problem} {_remedy(capability)}")
 
 
 def _runs_on(architecture: str, capability: tuple[int, int]) -> bool:
@@ -303,10 +303,10 @@ def check_same(topology: Topology, digests: Mapping[str, str]) -> None:
     """Raise one UsageError on every rank if a digest differs from rank 0's; it names the rank and the digest."""
     ranks = gather(topology, dict(digests))
     differing = [
-        f"rank {rank} has different {what}"
+        f"rank {rank} has different {name}"
         for rank, theirs in enumerate(ranks)
-        for what, digest in theirs.items()
-        if digest != ranks[0][what]
+        for name, digest in theirs.items()
+        if digest != ranks[0][name]
     ]
     if differing:
         raise UsageError(

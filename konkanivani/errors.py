@@ -70,21 +70,21 @@ class ReportedByOtherRank(KonkaniVaniError):
 
 
 @contextlib.contextmanager
-def explained(kind: type[KonkaniVaniError], what: str, advice: str, *others: type[Exception]) -> Iterator[None]:
-    """Convert an OSError in the block, or one of the classes `others`, to `kind`.
+def explained(kind: type[KonkaniVaniError], failure: str, advice: str, *more_errors: type[Exception]) -> Iterator[None]:
+    """Convert an OSError in the block, or one of the classes `more_errors`, to `kind`.
 
-    The message is "WHAT: reason (file). ADVICE"; the file is omitted if WHAT names it already.
+    The message is "FAILURE: reason (file). ADVICE"; the file is omitted if `failure` names it already.
     """
-    caught: tuple[type[Exception], ...] = (OSError, *others)
+    caught: tuple[type[Exception], ...] = (OSError, *more_errors)
     try:
         yield
     except caught as error:
         # str(OSError) contains the errno and the file; strerror is the reason only.
         reason = getattr(error, "strerror", None) or error
         file = getattr(error, "filename", None)
-        where = f" ({file})" if file and str(file).removesuffix(".partial") not in what else ""
+        where = f" ({file})" if file and str(file).removesuffix(".partial") not in failure else ""
         # The cause is dropped: the message is complete, and scripts print no traceback.
-        raise kind(f"{what}: {reason}{where}. {advice}") from None
+        raise kind(f"{failure}: {reason}{where}. {advice}") from None
 
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -242,9 +242,9 @@ def conversion_hint(path: Path) -> str:
     is_converted = line_feeds >= LEAST_LINE_FEEDS and content.count(b"\r\n") == line_feeds
     if not is_converted and not content.startswith(BYTE_ORDER_MARK):
         return ""
-    found = "each LF in it follows a CR" if is_converted else "it starts with a byte order mark"
+    symptom = "each LF in it follows a CR" if is_converted else "it starts with a byte order mark"
     pattern = f"*{path.suffix}" if path.suffix else path.name
     return (
-        f"; {found}, so its line endings were probably converted by git or an editor that treated it as text: "
+        f"; {symptom}, so its line endings were probably converted by git or an editor that treated it as text: "
         f"copy it again as a binary file, in git with `{pattern} -text` in .gitattributes"
     )

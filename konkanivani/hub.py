@@ -148,17 +148,17 @@ class Repository:
         """
         self.discard_unverified()
         # A commit never changes, so that a complete copy of it needs no request.
-        found = cached() if is_commit(self.revision) else None
-        if found is not None:
-            return found
+        result = cached() if is_commit(self.revision) else None
+        if result is not None:
+            return result
         try:
             return download()
         except Unreachable as error:
-            found = cached()
-            if found is None:
+            result = cached()
+            if result is None:
                 raise ResourceError(str(error)) from None
         say(f"{self.endpoint} cannot be reached: using {self.name} from the cache.", sys.stderr)
-        return found
+        return result
 
     def listing(self) -> Listing:
         """Return the commit of the revision and its files, after their names are checked.

@@ -168,10 +168,10 @@ class Destination:
         if self.commit is None:
             return f"Destination: {self.address} (new repository, {visibility})"
         replaced = self.files & {file.name for file in uploaded}
-        kept = len(self.files - replaced - {".gitattributes"})
+        kept_files = len(self.files - replaced - {".gitattributes"})
         return (
             f"Destination: {self.address} (existing repository, {visibility}; up to {count(len(replaced), 'file')} "
-            f"replaced, {count(kept, 'file')} kept)"
+            f"replaced, {count(kept_files, 'file')} kept)"
         )
 
 
@@ -270,23 +270,23 @@ def _destination(api: "HfApi", name: str, is_private: bool) -> Destination:
 
     address = f"{api.endpoint}/{name}"
     try:
-        found = api.model_info(name, timeout=TIMEOUT)
+        info = api.model_info(name, timeout=TIMEOUT)
     except HfHubHTTPError as error:
         if error.response.status_code == 404:
             return Destination(name, address, is_private, None, frozenset())
         raise
-    if found.pipeline_tag not in (None, TASK):
+    if info.pipeline_tag not in (None, TASK):
         raise UsageError(
-            f"{address} exists and is a model for another task ({show_text(str(found.pipeline_tag), 40)}). Choose "
+            f"{address} exists and is a model for another task ({show_text(str(info.pipeline_tag), 40)}). Choose "
             "another name."
         )
-    if is_private and not found.private:
+    if is_private and not info.private:
         raise UsageError(
             f"{address} exists and is public, so the files would be public. Make it private in its settings, or choose "
             "another name."
         )
-    files = frozenset(file.rfilename for file in found.siblings or ())
-    return Destination(name, address, bool(found.private), str(found.sha), files)
+    files = frozenset(file.rfilename for file in info.siblings or ())
+    return Destination(name, address, bool(info.private), str(info.sha), files)
 
 
 def _overview(folder: Path, files: Sequence[UploadFile], destination: Destination) -> str:

@@ -22,10 +22,10 @@ from konkanivani.rules import settings_of
 # Comparison of two checkpoints of a run.
 
 
-def differences(one: Checkpoint, other: Checkpoint) -> list[str]:
+def differences(first: Checkpoint, second: Checkpoint) -> list[str]:
     """Return the names of all tensors and numbers that are not bitwise equal in two checkpoints."""
-    values = _values(one)
-    theirs = _values(other)
+    values = _values(first)
+    theirs = _values(second)
     names = sorted(values.keys() | theirs.keys())
     return [name for name in names if not (name in values and name in theirs and _same(values[name], theirs[name]))]
 
@@ -34,18 +34,18 @@ def _values(checkpoint: Checkpoint) -> dict[str, object]:
     return {f"{part}/{name}": value for part, state in checkpoint.states.items() for name, value in state.items()}
 
 
-def _same(one: object, other: object) -> bool:
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return one == other
-    same_kind = one.dtype == other.dtype and one.shape == other.shape
+def _same(first: object, second: object) -> bool:
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+        return first == second
+    same_kind = first.dtype == second.dtype and first.shape == second.shape
     # Compared as bytes: torch.equal on floats treats NaN as different and -0.0 as equal to 0.0.
-    return same_kind and torch.equal(*(t.detach().cpu().reshape(-1).view(torch.uint8) for t in (one, other)))
+    return same_kind and torch.equal(*(t.detach().cpu().reshape(-1).view(torch.uint8) for t in (first, second)))
 
 
-def relative_difference(one: Checkpoint, other: Checkpoint) -> float:
+def relative_difference(first: Checkpoint, second: Checkpoint) -> float:
     """Return the norm of the difference of two models' weights, relative to the norm of the first one's."""
-    others = _weights(other)
-    pairs = [(value, others[name]) for name, value in _weights(one).items()]
+    second_weights = _weights(second)
+    pairs = [(value, second_weights[name]) for name, value in _weights(first).items()]
     apart = sum(float((value.double() - theirs.double()).square().sum()) for value, theirs in pairs)
     return math.sqrt(apart / sum(float(value.double().square().sum()) for value, _ in pairs))
 
@@ -60,13 +60,13 @@ def _weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     return weights
 
 
-def check_equal(one: Checkpoint, other: Checkpoint, what: str) -> None:
+def check_equal(first: Checkpoint, second: Checkpoint, description: str) -> None:
     """Raise a CheckpointError if two states differ in any bit."""
-    unequal = differences(one, other)
+    unequal = differences(first, second)
     if unequal:
         raise CheckpointError(
-            f"{what}: {count(len(unequal), 'value', 'differs/differ')}, first {unequal[0]}. Check the disk and memory "
-            "of this machine; if they are fine, report this as a bug."
+            f"{description}: {count(len(unequal), 'value', 'differs/differ')}, first {unequal[0]}. Check the disk and "
+            "memory of this machine; if they are fine, report this as a bug."
         )
 
 
@@ -133,24 +133,24 @@ def average_checkpoints(checkpoints: Iterable[NamedCheckpoint], allow_different_
     return dataclasses.replace(newest.checkpoint, states={**newest.checkpoint.states, "model": {**model}})
 
 
-def different_runs(one: Checkpoint, other: Checkpoint) -> str | None:
+def different_runs(first: Checkpoint, second: Checkpoint) -> str | None:
     """Return why two checkpoints are of different runs, or None if nothing shows it.
 
     A checkpoint holds no run id. The seed and the mean loss of the first epoch stay the same when a run is resumed,
     also in another folder; two runs have the same loss only if they computed the same steps.
     """
-    seeds = [config_from_text(checkpoint.config).run.seed for checkpoint in (one, other)]
+    seeds = [config_from_text(checkpoint.config).run.seed for checkpoint in (first, second)]
     if seeds[0] != seeds[1]:
         return f"--seed is {seeds[0]} and {seeds[1]}"
-    losses = [_counter(checkpoint, "first_loss") for checkpoint in (one, other)]
+    losses = [_counter(checkpoint, "first_loss") for checkpoint in (first, second)]
     # 0 before the first epoch ends, and in checkpoints of older versions.
     if all(losses) and losses[0] != losses[1]:
         return f"the mean loss of their first epoch is {losses[0]:.6g} and {losses[1]:.6g}"
-    audio = [_counter(checkpoint, "audio_seconds") for checkpoint in (one, other)]
-    skips = [_counter(checkpoint, "skipped_steps") for checkpoint in (one, other)]
+    audio = [_counter(checkpoint, "audio_seconds") for checkpoint in (first, second)]
+    skips = [_counter(checkpoint, "skipped_steps") for checkpoint in (first, second)]
     # Skipped steps consume audio without advancing the step.
-    if one.step == other.step and all(audio) and skips[0] == skips[1] and audio[0] != audio[1]:
-        return f"their step {one.step} was reached after {audio[0]:g} and {audio[1]:g} s of audio"
+    if first.step == second.step and all(audio) and skips[0] == skips[1] and audio[0] != audio[1]:
+        return f"their step {first.step} was reached after {audio[0]:g} and {audio[1]:g} s of audio"
     return None
 
 
@@ -196,11 +196,11 @@ def _model_alone(named: NamedCheckpoint) -> NamedCheckpoint:
     return dataclasses.replace(named, checkpoint=dataclasses.replace(named.checkpoint, states=states))
 
 
-def _differences(one: Checkpoint, other: Checkpoint) -> list[str]:
+def _differences(first: Checkpoint, second: Checkpoint) -> list[str]:
     """Return reasons not to average two models: different settings of the shape, tokens or tensors."""
-    if one.states.get(PRETRAINED_STATE) != other.states.get(PRETRAINED_STATE):
+    if first.states.get(PRETRAINED_STATE) != second.states.get(PRETRAINED_STATE):
         return ["they started from different models"]
-    pairs = zip(settings_of(config_from_text(one.config)), settings_of(config_from_text(other.config)), strict=True)
+    pairs = zip(settings_of(config_from_text(first.config)), settings_of(config_from_text(second.config)), strict=True)
     reasons = [
         f"--{mine.name} is {mine.value} in one and {theirs.value} in the other"
         for mine, theirs in pairs
@@ -209,9 +209,9 @@ def _differences(one: Checkpoint, other: Checkpoint) -> list[str]:
         # to be equal too.
         and (mine.name == "audio_context" or (mine.group == "model" and mine.name != "dropout"))
     ]
-    if one.tokenizer != other.tokenizer or one.vocab_size != other.vocab_size:
-        reasons.append(f"their tokenizers differ ({one.vocab_size} and {other.vocab_size} tokens)")
-    if not reasons and _shapes(one) != _shapes(other):
+    if first.tokenizer != second.tokenizer or first.vocab_size != second.vocab_size:
+        reasons.append(f"their tokenizers differ ({first.vocab_size} and {second.vocab_size} tokens)")
+    if not reasons and _shapes(first) != _shapes(second):
         reasons.append("their weights have different names, shapes or dtypes")
     return reasons
 

@@ -78,14 +78,14 @@ def load_tensors(file: BinaryIO) -> dict[str, torch.Tensor]:
     if not isinstance(record, dict):
         raise ValueError("it contains no named tensors")
     # Not record.items(): BUILD may have set an attribute of that name. The plain dict also drops `_metadata`.
-    found = dict(dict.items(record))
-    if not all(type(name) is str and isinstance(value, torch.Tensor) for name, value in found.items()):
+    tensors = dict(dict.items(record))
+    if not all(type(name) is str and isinstance(value, torch.Tensor) for name, value in tensors.items()):
         raise ValueError("it contains other objects than named tensors")
-    claimed = sum(_bytes_of(tensor, set(), 0) for tensor in found.values())
+    claimed = sum(_bytes_of(tensor, set(), 0) for tensor in tensors.values())
     # Tied weights are stored once and counted twice. Contiguous tensors exclude strides of 0.
-    if claimed > 2 * size or not all(tensor.is_contiguous() for tensor in found.values()):
+    if claimed > 2 * size or not all(tensor.is_contiguous() for tensor in tensors.values()):
         raise ValueError(f"its tensors need {claimed} bytes, more than the file has")
-    return found
+    return tensors
 
 
 def _load(source: Path | BinaryIO) -> object:
@@ -363,8 +363,8 @@ def _parse_record(record: object, path: Path) -> Checkpoint:
     )
     if not sound:
         raise CheckpointError(f"The checkpoint {path} has missing or invalid fields. Use another one.")
-    kept = {field.name: record[field.name] for field in fields(Checkpoint)}
-    return Checkpoint(**kept | {"tokenizer": tokenizer.numpy().tobytes()})
+    values = {field.name: record[field.name] for field in fields(Checkpoint)}
+    return Checkpoint(**values | {"tokenizer": tokenizer.numpy().tobytes()})
 
 
 def check_states(checkpoint: Checkpoint, known: Collection[str]) -> None:
@@ -476,5 +476,5 @@ def read_provenance(checkpoint: Checkpoint | None) -> Provenance | None:
 
 def provenance_part(checkpoint: Checkpoint | None) -> dict[str, Provenance]:
     """Return the provenance as a stateful part of a run, which its checkpoints save; empty if there is none."""
-    found = read_provenance(checkpoint)
-    return {PROVENANCE_STATE: found} if found else {}
+    provenance = read_provenance(checkpoint)
+    return {PROVENANCE_STATE: provenance} if provenance else {}

@@ -53,11 +53,11 @@ class Flags:
 OWN = [field.name for field in fields(Flags)]
 
 
-def read_own_flags(given: list[Flag], arguments: list[str]) -> Flags:
+def read_own_flags(flags_on_command_line: list[Flag], arguments: list[str]) -> Flags:
     """Parse this script's flags; a flag that is given several times has the values of all."""
     words = []
     for name in OWN:
-        named = [flag for flag in given if flag.name == name]
+        named = [flag for flag in flags_on_command_line if flag.name == name]
         if named:  # no newer syntax: an old Python must parse this file to reach bootstrap's message
             words += [f"--{name}", *(value for flag in named for value in flag.values)]
     return read_flags(Flags, ["--help"] if {"-h", "--help"} & set(arguments) else words, Flags(), description=__doc__)
@@ -70,9 +70,11 @@ def check_report(folder: Path) -> None:
 
 def main(arguments: list[str]) -> str:
     """Run the comparison and return its report; if every model fails, print it and exit with the first exit code."""
-    given = flags_in(arguments)
-    flags = read_own_flags(given, arguments)
-    candidates = choose_candidates(flags.pretrained, flags.presets, [flag for flag in given if flag.name not in OWN])
+    flags_on_command_line = flags_in(arguments)
+    flags = read_own_flags(flags_on_command_line, arguments)
+    candidates = choose_candidates(
+        flags.pretrained, flags.presets, [flag for flag in flags_on_command_line if flag.name not in OWN]
+    )
     configs = {candidate.name: candidate.config for candidate in candidates}
     check_data(configs[candidates[0].name])
     conditions = {name: conditions_of(config) for name, config in configs.items()}

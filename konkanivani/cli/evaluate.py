@@ -111,10 +111,10 @@ def score(flags: Flags) -> str:
 
 def report_on(flags: Flags, raw: TextPairs, conditions: tuple[ConditionTexts, ...] = ()) -> str:
     """Score the hypotheses, write the output files, and return the text to print."""
-    other = None if flags.compare is None else read_transcripts(flags.compare, flags.format, "hypothesis")
+    compared = None if flags.compare is None else read_transcripts(flags.compare, flags.format, "hypothesis")
     pairs = (raw if flags.normalize == "auto" else replace(raw, normalizer=flags.normalize)).normalized()
     edits = count_edits([text.reference for text in pairs.texts], [text.hypothesis for text in pairs.texts])
-    system = inputs_as_system(pairs) if other is None else other_system(pairs, other)
+    system = inputs_as_system(pairs) if compared is None else other_system(pairs, compared)
     report = build_report(pairs, edits, flags.interval_by, flags.worst, system)
     if conditions:
         report = replace(report, conditions=score_conditions(conditions, pairs.normalizer, flags.interval_by))

@@ -64,14 +64,14 @@ def run_import(flags: Flags) -> str:
 
     output = Path(output_name)
     located = locate_model(model, flags.revision, "nemo")
-    found = import_nemo(located.path, flags.language, output.parent, source_of(model, located))
+    imported = import_nemo(located.path, flags.language, output.parent, source_of(model, located))
     with atomic_write(output) as partial:
-        write_checkpoint(partial, found.checkpoint)
+        write_checkpoint(partial, imported.checkpoint)
     name = shlex.quote(output_name)
     size = output.stat().st_size
     return "\n".join(
         [
-            found.sentences(),
+            imported.sentences(),
             f"{output}: {size / 1e6:.1f} MB. Next steps:",
             f"  {command_line_of('evaluate')} --checkpoint {name} --manifest test.jsonl",
             f"  {command_line_of('transcribe')} recordings --checkpoint {name}",

@@ -139,14 +139,17 @@ def train(flags: Flags) -> str:
     settings = config_from_text(checkpoint.config).text
     order = flags.order or (CHARACTER_ORDER if settings.tokenizer_type == "char" else SUBWORD_ORDER)
     held_out = TextCorpus(tokenizer, settings.digits)
-    others = list(held_out.read(*apart(flags.held_out))) if flags.held_out else []  # before the work, not after it
+    # Read before the long estimation, so that an unreadable file is reported at once.
+    held_out_sentences = list(held_out.read(*apart(flags.held_out))) if flags.held_out else []
     corpus = TextCorpus(tokenizer, settings.digits)
     # The sentences are streamed and counted; `corpus` is complete after this call.
     orders = estimate_ngrams(corpus.read(flags.text, flags.manifest), tokenizer.size, order, tokenizer.special)
     write_arpa(flags.output, orders, tokenizer)
     sizes = ", ".join(f"{len(ngrams):,} {number}-grams" for number, ngrams in enumerate(orders, start=1))
     lines = [f"read: {corpus.summary()}", f"{flags.output}: {sizes}"]
-    return "\n".join(lines + ([f"{flags.held_out}: {measured(orders, held_out, others)}"] if others else []))
+    if held_out_sentences:
+        lines.append(f"{flags.held_out}: {measured(orders, held_out, held_out_sentences)}")
+    return "\n".join(lines)
 
 
 def apart(file: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -84,14 +84,14 @@ def plan(config: TrainConfig, gpu: str | None = None, memory_budget: str | None 
     return read_report(ended.output[-1])
 
 
-def plan_text(flags: Flags, given: frozenset[str]) -> str:
+def plan_text(flags: Flags, explicit: frozenset[str]) -> str:
     """Return the memory plan, or a table of models, as text."""
-    train, target = settle(flags, given)
+    train, target = settle(flags, explicit)
     from konkanivani.planning.report import plan_presets, plan_target
     from konkanivani.planning.whisper_table import plan_whisper
 
     if not (flags.table or flags.presets):
-        report = plan_target(train, target, flags.world, given)
+        report = plan_target(train, target, flags.world, explicit)
         return report.as_json() if flags.json else report.as_table()
     if flags.table:
         return plan_whisper(train, target.costs, target.budget)
@@ -100,15 +100,15 @@ def plan_text(flags: Flags, given: frozenset[str]) -> str:
     return plan_presets(train, target.costs)
 
 
-def settle(flags: Flags, given: frozenset[str]) -> tuple[TrainConfig, PlanTarget]:
+def settle(flags: Flags, explicit: frozenset[str]) -> tuple[TrainConfig, PlanTarget]:
     """Return the checked settings, with the shape of a checkpoint, and the device to plan for."""
-    check_idle_flags(flags.train, given)
+    check_idle_flags(flags.train, explicit)
     check_config(flags.train)
     if flags.world < 1:
         raise UsageError("--world must be at least 1.")
     target = find_target(flags.train, flags.gpu, needs_budget=not flags.presets)
     if flags.train.run.init_from is not None:
-        flags = replace(flags, train=with_shape_of_checkpoint(flags.train, Path(flags.train.run.init_from), given))
+        flags = replace(flags, train=with_shape_of_checkpoint(flags.train, Path(flags.train.run.init_from), explicit))
     if flags.train.pretrained.pretrained is not None:
         check_pretrained(flags)
     # On stderr, so that --json leaves one line on stdout.
@@ -116,11 +116,11 @@ def settle(flags: Flags, given: frozenset[str]) -> tuple[TrainConfig, PlanTarget
     return flags.train, target
 
 
-def with_shape_of_checkpoint(train: TrainConfig, path: Path, given: frozenset[str]) -> TrainConfig:
+def with_shape_of_checkpoint(train: TrainConfig, path: Path, explicit: frozenset[str]) -> TrainConfig:
     """Return the settings with the shape and vocabulary size of the --init_from checkpoint at `path`."""
     from konkanivani.recipe.startup import start_from_checkpoint
 
-    command_line, initial = start_from_checkpoint(CommandLine(train, train, given), path)
+    command_line, initial = start_from_checkpoint(CommandLine(train, train, explicit), path)
     # The vocabulary size sets the size of the output head and of the logits.
     size = train.text.vocab_size if train.tuning.new_tokenizer else initial.vocab_size
     return replace(command_line.config, text=replace(command_line.config.text, vocab_size=size))

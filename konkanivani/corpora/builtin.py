@@ -278,8 +278,8 @@ def plan_corpus(size: SplitSizes) -> CorpusPlan:
     # The first round has one sentence of every pattern, all for training: thus every `seen` test pattern is trained on.
     first_round = sentences[: len(patterns)]
     rest = sentences[len(patterns) :]
-    kept, for_training = hold_out(rest, held_out)
-    valid, test = hold_out(kept, size.valid)
+    evaluation, for_training = hold_out(rest, held_out)
+    valid, test = hold_out(evaluation, size.valid)
     unseen = interleave_sentences(book.unseen, book.slots, unseen_count)
     return CorpusPlan(
         train=tuple(assign_styles(first_round + for_training, TRAIN_VOICES, "seen")),

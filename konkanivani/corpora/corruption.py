@@ -25,11 +25,11 @@ class Confusions:
 
     def draw(self, character: str, generator: random.Random) -> str:
         """Return a character to write in place of another one, in proportion to its count; "" if none is known."""
-        found = self.characters.get(character)
-        if not found:
+        counts = self.characters.get(character)
+        if not counts:
             return ""
-        names = sorted(found)
-        return generator.choices(names, [found[name] for name in names])[0]
+        names = sorted(counts)
+        return generator.choices(names, [counts[name] for name in names])[0]
 
 
 def read_confusions(path: Path) -> Confusions:
@@ -45,15 +45,17 @@ def read_confusions(path: Path) -> Confusions:
         except (ValueError, RecursionError):
             pass
         raise DataError(f"{path}, line {number}: it has no reference and hypothesis. {ADVICE}")
-    found: dict[str, Counter[str]] = {}
+    confusions: dict[str, Counter[str]] = {}
     for edits in align_words(references, hypotheses):
         for edit in (edit for edit in edits if edit.kind == "substitution"):
             matcher = SequenceMatcher(None, edit.reference, edit.hypothesis, autojunk=False)
             for kind, first, last, start, end in matcher.get_opcodes():
                 if kind == "replace" and last - first == end - start:
-                    for one, other in zip(edit.reference[first:last], edit.hypothesis[start:end], strict=True):
-                        found.setdefault(one, Counter())[other] += 1
-    return Confusions(found)
+                    for character, replacement in zip(
+                        edit.reference[first:last], edit.hypothesis[start:end], strict=True
+                    ):
+                        confusions.setdefault(character, Counter())[replacement] += 1
+    return Confusions(confusions)
 
 
 def read_lines(path: Path) -> list[str]:

@@ -320,13 +320,13 @@ def _measure_rates(part: CorpusPart, rows: RowNumbers) -> RateHealth:
     unusual = np.flatnonzero(np.abs(scores) > OUTLIER)
     worst = unusual[np.argsort(-np.abs(scores[unusual]), kind="stable")][:MAX_EXAMPLES].tolist()
     # Only numbers are in memory; the examples are read again.
-    found = fetch(part.rows, worst)
+    worst_rows = fetch(part.rows, worst)
     details = {n: f"{rates[n]:.1f} characters/s in {seconds[n]:.2f} s (z {scores[n]:+.1f})" for n in worst}
     return RateHealth(
         characters=build_histogram(rates[spoken], finest=MIN_BIN_WIDTH),
         words=build_histogram(words[spoken] / seconds[spoken], finest=MIN_BIN_WIDTH),
         median=float(np.median(rates[spoken])) if spoken.any() else 0.0,
-        unusual=Listed(len(unusual), tuple(example(found[number], details[number]) for number in worst)),
+        unusual=Listed(len(unusual), tuple(example(worst_rows[number], details[number]) for number in worst)),
     )
 
 
@@ -350,29 +350,29 @@ def _measure_speakers(rows: RowNumbers) -> SpeakerHealth:
     )
 
 
-def _listed(one: CorpusPart, other: CorpusPart, pairing: Pairing) -> Listed:
-    """Return the repeated rows of `other`, each with the row of `one` that it repeats."""
-    left = fetch(one.rows, (a for a, _ in pairing.pairs))
-    right = fetch(other.rows, (b for _, b in pairing.pairs))
-    where = "" if one is other else f" of {os.path.basename(one.path)}"
+def _listed(first: CorpusPart, second: CorpusPart, pairing: Pairing) -> Listed:
+    """Return the repeated rows of `second`, each with the row of `first` that it repeats."""
+    left = fetch(first.rows, (a for a, _ in pairing.pairs))
+    right = fetch(second.rows, (b for _, b in pairing.pairs))
+    where = "" if first is second else f" of {os.path.basename(first.path)}"
     examples = (example(right[b], f"as row {left[a].row}{where}, {left[a].id}") for a, b in pairing.pairs)
     return Listed(pairing.count, tuple(examples))
 
 
 def _measure_crossing(first: tuple[CorpusPart, RowNumbers], second: tuple[CorpusPart, RowNumbers]) -> PartOverlap:
     """Return the overlap of the second part with the first."""
-    (one, rows), (other, others) = first, second
-    sentences = repeats_across(np.array(rows.sentences), np.array(others.sentences), MAX_EXAMPLES)
-    audio = repeats_across(rows.audio, others.audio, MAX_EXAMPLES)
-    shared = sorted((rows.speakers.keys() & others.speakers.keys()) - {""})
+    (first_part, first_rows), (second_part, second_rows) = first, second
+    sentences = repeats_across(np.array(first_rows.sentences), np.array(second_rows.sentences), MAX_EXAMPLES)
+    audio = repeats_across(first_rows.audio, second_rows.audio, MAX_EXAMPLES)
+    shared = sorted((first_rows.speakers.keys() & second_rows.speakers.keys()) - {""})
     # Characters without a token in a vocabulary of the first part.
-    unknown = Counter({c: n for c, n in others.letters.items() if c not in rows.letters})
+    unknown = Counter({c: n for c, n in second_rows.letters.items() if c not in first_rows.letters})
     return PartOverlap(
-        first=one.path,
-        second=other.path,
-        with_training=one.is_training or other.is_training,
-        sentences=_listed(one, other, sentences),
-        audio=_listed(one, other, audio),
+        first=first_part.path,
+        second=second_part.path,
+        with_training=first_part.is_training or second_part.is_training,
+        sentences=_listed(first_part, second_part, sentences),
+        audio=_listed(first_part, second_part, audio),
         speakers=len(shared),
         shared_speakers=tuple(show_text(name, 40) for name in shared[:MAX_EXAMPLES]),
         unknown_characters=tallies(unknown),

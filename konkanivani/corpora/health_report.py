@@ -107,7 +107,7 @@ def _part(part: PartHealth) -> Section:
             "Recordings with a wrong duration in the manifest": part.sound.deviating,
         }
     title = f"{short_name(part.path)}, {role}"
-    return _new_section(title, _facts(part), _charts(part), (_listing(name, found) for name, found in lists.items()))
+    return _new_section(title, _facts(part), _charts(part), (_listing(name, listed) for name, listed in lists.items()))
 
 
 def _facts(part: PartHealth) -> Iterator[Fact]:
@@ -225,7 +225,7 @@ def _changed_words(changes: Changes) -> str:
         (changes.to_space, "mark", "replaced by spaces"),
         (changes.lowered, "letter", "lower-cased"),
     )
-    return ", ".join(f"{count(number, noun)} {what}" for number, noun, what in parts if number) or "nothing"
+    return ", ".join(f"{count(number, noun)} {kind}" for number, noun, kind in parts if number) or "nothing"
 
 
 def _code_points(codes: Iterable[int]) -> str:

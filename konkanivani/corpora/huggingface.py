@@ -80,14 +80,14 @@ def find_huggingface_utterances(source: SpeechFolder) -> Found:
 
 
 @contextmanager
-def _guarded(what: str, advice: str) -> Iterator[None]:
+def _guarded(failure: str, advice: str) -> Iterator[None]:
     """Convert any exception of pyarrow, json or datasets, which they raise on foreign files, into a DataError."""
     try:
         yield
     except Exception as error:
         # Messages of pyarrow may span many lines.
         reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
-        raise DataError(f"{what}: {reason}. {advice}") from None
+        raise DataError(f"{failure}: {reason}. {advice}") from None
 
 
 def _parts(source: SpeechFolder) -> Iterator[DatasetPart]:
@@ -168,18 +168,18 @@ def _utterance(
         return RefusedRow(file, number, "missing audio", f"its column {audio_column} contains no audio")
     text = as_text(row[text_column])
     speaker = as_text(row.get(speaker_column))
-    found = FoundUtterance(file, number, path, text, speaker=speaker, split=part.split)
+    utterance = FoundUtterance(file, number, path, text, speaker=speaker, split=part.split)
     try:
-        return replace(found, channel=parse_channel_cell(row.get(channel), channel))
+        return replace(utterance, channel=parse_channel_cell(row.get(channel), channel))
     except ValueError as error:
-        return found.refused("channel", str(error))
+        return utterance.refused("channel", str(error))
 
 
 def _suffix(held: bytes, named: str) -> str:
     """Return the suffix for a file of these bytes: by their magic number, else the suffix of the name in the row."""
-    given = os.path.splitext(named)[1].lower()
+    suffix_in_row = os.path.splitext(named)[1].lower()
     known = next((suffix for suffix, magic in MAGICS.items() if held.startswith(magic)), "")
-    return known or (given if re.fullmatch(r"\.[a-z0-9]{1,5}", given) else ".audio")
+    return known or (suffix_in_row if re.fullmatch(r"\.[a-z0-9]{1,5}", suffix_in_row) else ".audio")
 
 
 # --------------------
@@ -325,11 +325,11 @@ def _of_config(
     config = config or (_only(declared) if declared else "")
     if declared.get(config):
         pairs = declared[config]
-        found = {name: split for split, pattern in pairs for name in names if _matches(name, pattern)}
+        split_by_name = {name: split for split, pattern in pairs for name in names if _matches(name, pattern)}
         # The reader takes the split from the file's name or the innermost folder that names one.
         links = {
             f"{split}/{number:05d}.parquet" if split else name: name
-            for number, (name, split) in enumerate(found.items())
+            for number, (name, split) in enumerate(split_by_name.items())
         }
     elif config and config != "default":
         links = {name: name for name in names if _belongs_to(name, config)}
@@ -366,8 +366,8 @@ def _no_tables(repository: Repository, dataset: DatasetName, configs: list[str])
     if configs and dataset.config not in configs:
         more = ", ..." if len(configs) > MAX_NAMED else ""
         known = f"{', '.join(configs[:MAX_NAMED])}{more}"
-        found = f"no configuration {dataset.config}" if dataset.config else "several configurations"
-        return UsageError(f"{at} has {found}. Give one of {known}, such as {dataset.name}:{configs[0]}.")
+        problem = f"no configuration {dataset.config}" if dataset.config else "several configurations"
+        return UsageError(f"{at} has {problem}. Give one of {known}, such as {dataset.name}:{configs[0]}.")
     of_config = f" of the configuration {dataset.config}" if dataset.config else ""
     return UsageError(
         f"{at} has no Parquet files{of_config}, and code of data sets is not run. Download it by hand and "
@@ -400,8 +400,8 @@ def _remembered(repository: Repository, dataset: DatasetName) -> Tables | None:
     if path is None:
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        tables = _tables(repository, dataset, found["commit"], found["files"])
+        record = json.loads(path.read_text(encoding="utf-8"))
+        tables = _tables(repository, dataset, record["commit"], record["files"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return tables if all(file.is_file() for file in tables.files.values()) else None

@@ -155,34 +155,34 @@ def prepare_corpus(task: Preparation) -> PreparationReport:
     shares = task.shares
     most_rejected = parse_share(task.max_rejected, "--max_rejected")
     with _staging(task) as staged:
-        given = task
-        if (dataset := _remote_dataset(given)) is not None:
+        named_task = task
+        if (dataset := _remote_dataset(named_task)) is not None:
             tables = locate_dataset(dataset)
             # Links, since the folder in the cache may contain files of other configurations.
-            with _explained(given.output):
+            with _explained(named_task.output):
                 tables.link_into(staged / TABLES)
-            task = replace(given, source=staged / TABLES)
-            given = replace(given, source=Path(tables.label))
+            task = replace(named_task, source=staged / TABLES)
+            named_task = replace(named_task, source=Path(tables.label))
         columns = (task.audio_column, task.text_column, task.speaker_column, task.split_column)
         source = SpeechFolder(task.source, task.table, *columns, staged / AUDIO, task.root, task.channel_column)
         output = task.output.resolve()
         roots = AudioRoots(task.root.resolve(), output, source.embedded_audio, output / AUDIO)
-        with _shown_as(task.source, given.source):
-            corpus = read_corpus(_with_progress(READERS[task.format](source), given), roots)
-        split_by = resolve_split_by(task.split_by, corpus, str(given.source))
+        with _shown_as(task.source, named_task.source):
+            corpus = read_corpus(_with_progress(READERS[task.format](source), named_task), roots)
+        split_by = resolve_split_by(task.split_by, corpus, str(named_task.source))
         if split_by == "given":
             refuse_without_split(corpus)
         with _explained(task.output):
             write_json_lines(staged / REJECTED, (asdict(_printable(row)) for row in corpus.refused))
         try:
-            _check_damage(given, corpus, most_rejected)
+            _check_damage(named_task, corpus, most_rejected)
         except DataError:
             if _first_unexpected(corpus):  # the message refers to rejected.jsonl
                 with _explained(task.output):
                     os.replace(staged / REJECTED, task.output / REJECTED)
             raise
-        drawn = draw(corpus, split_by, shares, task.seed, str(given.source))
-        report = _report(given, split_by, drawn, corpus.refused)
+        drawn = draw(corpus, split_by, shares, task.seed, str(named_task.source))
+        report = _report(named_task, split_by, drawn, corpus.refused)
         with _explained(task.output):
             os.replace(staged / REJECTED, task.output / REJECTED)
             _publish(task, staged, drawn.utterances, report)

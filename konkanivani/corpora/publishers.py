@@ -107,9 +107,9 @@ def _read_table(source: SpeechFolder, table: Path, clips: Path, split: str, seco
         clip = name if name.endswith(".mp3") else f"{name}.mp3"  # the first releases omit the suffix
         text = record["sentence"]
         speaker = record["client_id"]
-        found = FoundUtterance(file, record.row, clips / clip, text, speaker=speaker, split=split)
+        utterance = FoundUtterance(file, record.row, clips / clip, text, speaker=speaker, split=split)
         # No offset: the duration is the file's, and is compared with its header later.
-        yield found.lasting(None, seconds.get(clip))
+        yield utterance.lasting(None, seconds.get(clip))
 
 
 def _language_folder(source: SpeechFolder) -> Path:
@@ -118,9 +118,9 @@ def _language_folder(source: SpeechFolder) -> Path:
     folders = [f for f in (source.path, *visible_entries(source.path)) if (f / "clips").is_dir()]
     if len(folders) == 1:
         return folders[0]
-    found = f"{len(folders)} folders with clips/" if folders else "no folder clips/"
+    contents = f"{len(folders)} folders with clips/" if folders else "no folder clips/"
     raise DataError(
-        f"{source.path} is not a Common Voice corpus of one language: it contains {found}. Use the folder of "
+        f"{source.path} is not a Common Voice corpus of one language: it contains {contents}. Use the folder of "
         f"the language as --source, with clips/ and {wanted} in it."
     )
 
@@ -259,8 +259,8 @@ def _utterance(
     speaker = speaker or (known.group(1) if known else "")
     # If several folders contain a file of this name, use the one closest to the index.
     alike = [len(os.path.commonpath(map(os.path.abspath, (path, index)))) for path in audio.get(name, [])]
-    found = audio[name][alike.index(max(alike))] if alike else source.path / f"{name}.wav"
-    return FoundUtterance(file, record.row, found, text, speaker=speaker, split=split)
+    audio_path = audio[name][alike.index(max(alike))] if alike else source.path / f"{name}.wav"
+    return FoundUtterance(file, record.row, audio_path, text, speaker=speaker, split=split)
 
 
 def _known_stem(name: str, audio: Container[str]) -> str:
@@ -321,8 +321,8 @@ def _read_file(source: SpeechFolder, path: Path, split: str) -> Found:
 def _rows(texts: str) -> Iterator[tuple[int, object]]:
     """Yield the objects of a file, numbered from 1: a single object, the items of a list, or one object per line."""
     try:
-        whole = parse_json(texts)
-        yield from enumerate(whole if isinstance(whole, list) else [whole], start=1)
+        parsed = parse_json(texts)
+        yield from enumerate(parsed if isinstance(parsed, list) else [parsed], start=1)
     except ValueError:
         lines = [(row, line) for row, line in enumerate(texts.split("\n"), start=1) if line.strip()]
         # A single line is not JSON lines: report the error of the whole text.
@@ -355,8 +355,8 @@ def _segments(source: SpeechFolder, path: Path, recording: dict[str, object], sp
             begin = max(start, 0.0)  # some segments start slightly before their file
             # The label is the recording's speaker_id; a segment's is only compared with speaker 1 above.
             speaker = as_text(recording.get("speaker_id"))
-            found = FoundUtterance(file, number, audio, text, speaker=speaker, split=split)
-            yield found.lasting(begin, end - begin)
+            utterance = FoundUtterance(file, number, audio, text, speaker=speaker, split=split)
+            yield utterance.lasting(begin, end - begin)
 
 
 def _flat(source: SpeechFolder, path: Path, number: int, row: dict[str, object], split: str) -> FoundUtterance:
@@ -373,8 +373,8 @@ def _flat(source: SpeechFolder, path: Path, number: int, row: dict[str, object],
     speaker = as_text(row.get("speaker_id")) or as_text(row.get("speaker"))
     file = source.name_of(path)
     audio = _indicvoices_audio(path, row)
-    found = FoundUtterance(file, number, audio, _without_marks(text), speaker=speaker, split=split)
-    return found.lasting(offset, duration)
+    utterance = FoundUtterance(file, number, audio, _without_marks(text), speaker=speaker, split=split)
+    return utterance.lasting(offset, duration)
 
 
 def _indicvoices_audio(path: Path, row: dict[str, object]) -> Path:
@@ -418,24 +418,24 @@ def find_csv_utterances(source: SpeechFolder) -> Found:
     audio, text, speaker, split, channel = choose_columns(table, _head(table, delimiter), wanted)
     file = source.name_of(table)
     for record in read_records(table, delimiter, quoted=True):
-        given = record[split].strip()
+        split_cell = record[split].strip()
         if record.flaw or not record[audio].strip():
             reason = record.flaw or f"its column {audio} is empty"
             yield RefusedRow(file, record.row, "broken row", reason, record[audio])
-        elif given and not split_named(given):
-            reason = f"its split {given!r} is not train, valid (or dev) or test"
+        elif split_cell and not split_named(split_cell):
+            reason = f"its split {split_cell!r} is not train, valid (or dev) or test"
             # An unknown split is refused, because a guess could move test utterances into the training set.
             yield RefusedRow(file, record.row, "no split", reason, record[audio])
         else:
             path = _table_audio(source.path, record[audio])
             transcript = record[text]
-            found = FoundUtterance(
-                file, record.row, path, transcript, speaker=record[speaker], split=split_named(given)
+            utterance = FoundUtterance(
+                file, record.row, path, transcript, speaker=record[speaker], split=split_named(split_cell)
             )
             try:
-                yield replace(found, channel=parse_channel_cell(record[channel], channel))
+                yield replace(utterance, channel=parse_channel_cell(record[channel], channel))
             except ValueError as error:
-                yield found.refused("channel", str(error))
+                yield utterance.refused("channel", str(error))
 
 
 def _table_audio(folder: Path, cell: str) -> Path:

@@ -155,8 +155,8 @@ def _speaker_levels(measured: list[tuple[Utterance, SoundLevels]]) -> tuple[Spea
     for utterance, sound in measured:
         if utterance.speaker:
             levels.setdefault(utterance.speaker, []).append(sound.level)
-    found = [SpeakerLevel(show_text(name, 40), len(own), float(np.median(own))) for name, own in levels.items()]
-    return tuple(sorted(found, key=lambda speaker: speaker.level)[:MAX_EXAMPLES])
+    speakers = [SpeakerLevel(show_text(name, 40), len(own), float(np.median(own))) for name, own in levels.items()]
+    return tuple(sorted(speakers, key=lambda speaker: speaker.level)[:MAX_EXAMPLES])
 
 
 def _deviation(utterance: Utterance, sound: SoundLevels) -> float:
@@ -169,16 +169,16 @@ def _deviation(utterance: Utterance, sound: SoundLevels) -> float:
 
 def _described(measured: list[tuple[Utterance, SoundLevels]], details: list[str]) -> Listed:
     """Return the utterances with a detail that is not empty, in the manifest's order."""
-    found = [example(utterance, detail) for (utterance, _), detail in zip(measured, details, strict=True) if detail]
-    return Listed(len(found), tuple(found[:MAX_EXAMPLES]))
+    examples = [example(utterance, detail) for (utterance, _), detail in zip(measured, details, strict=True) if detail]
+    return Listed(len(examples), tuple(examples[:MAX_EXAMPLES]))
 
 
 def _worst(measured: list[tuple[Utterance, SoundLevels]], values: Iterable[float], most: float, words: str) -> Listed:
     """Return the utterances with a value above `most`, worst first."""
     values = np.array([*values], dtype=float)
-    found = np.flatnonzero(values > most)
-    order = found[np.argsort(-values[found], kind="stable")][:MAX_EXAMPLES]
-    return Listed(len(found), tuple(example(measured[i][0], words.format(values[i])) for i in order))
+    rows = np.flatnonzero(values > most)
+    order = rows[np.argsort(-values[rows], kind="stable")][:MAX_EXAMPLES]
+    return Listed(len(rows), tuple(example(measured[i][0], words.format(values[i])) for i in order))
 
 
 # --------------------

@@ -96,7 +96,7 @@ def read_sentences(files: Sequence[str]) -> Sentences:
     Raises:
         DataError: If a file cannot be read, a line is not UTF-8 (the message names both), or there is no sentence.
     """
-    kept: dict[str, SourceLine] = {}
+    line_by_text: dict[str, SourceLine] = {}
     left_out = []
     blank = 0
     repeated = 0
@@ -108,13 +108,13 @@ def read_sentences(files: Sequence[str]) -> Sentences:
             left_out.append(replace(line, reason="it contains a control character"))
         elif not normalised:
             left_out.append(replace(line, reason="it is empty after normalisation"))
-        elif normalised in kept:
+        elif normalised in line_by_text:
             repeated += 1
         else:
-            kept[normalised] = line
-    if not kept:
+            line_by_text[normalised] = line
+    if not line_by_text:
         raise DataError(f"No sentence found in {', '.join(files)}. Write one sentence per line, in UTF-8.")
-    return Sentences(tuple(kept.values()), tuple(left_out), blank, repeated)
+    return Sentences(tuple(line_by_text.values()), tuple(left_out), blank, repeated)
 
 
 def read_source_lines(file: str) -> Iterator[SourceLine]:

@@ -166,15 +166,15 @@ class CharacterCount:
 
     def _twins(self) -> tuple[SpellingVariants, ...]:
         """Return every character that the raw text encodes in more than one way, most frequent first."""
-        found: dict[str, list[Spelling]] = {}
+        variants: dict[str, list[Spelling]] = {}
         composable, _ = _composition()
         for form, count in [*self.raw.items(), *self.pairs.items()]:
             shape = unicodedata.normalize("NFC", form)
             if shape in composable:
-                found.setdefault(shape, []).append(Spelling(tuple(map(ord, form)), count))
+                variants.setdefault(shape, []).append(Spelling(tuple(map(ord, form)), count))
         twins = [
             SpellingVariants(shape, tuple(sorted(spellings, key=lambda spelling: (-spelling.count, spelling.codes))))
-            for shape, spellings in found.items()
+            for shape, spellings in variants.items()
             if len(spellings) > 1
         ]
         return tuple(sorted(twins, key=lambda pair: -sum(spelling.count for spelling in pair.spellings)))

@@ -169,20 +169,20 @@ def draw_splits(lengths: Mapping[str, int], shares: Shares, seed: int) -> tuple[
     ordered = sorted(lengths, key=lambda name: hashlib.sha256(f"{seed}\n{name}".encode()).digest())
     total = sum(lengths.values())
     # Keep one unit for train, and one for valid if it is drawn.
-    test = _take(ordered, lengths, shares.test * total, kept=shares.splits - 1)
+    test = _take(ordered, lengths, shares.test * total, min_left=shares.splits - 1)
     rest = [name for name in ordered if name not in test]
-    return _take(rest, lengths, shares.valid * total, kept=1), test
+    return _take(rest, lengths, shares.valid * total, min_left=1), test
 
 
-def _take(names: list[str], lengths: Mapping[str, int], target: float, kept: int) -> frozenset[str]:
-    """Return names whose total length approximates `target`, and leave at least `kept` names."""
+def _take(names: list[str], lengths: Mapping[str, int], target: float, min_left: int) -> frozenset[str]:
+    """Return names whose total length approximates `target`, and leave at least `min_left` names."""
     if target <= 0:
         return frozenset()
     taken: list[str] = []
     filled = 0
     for name in names:
         # A long unit is skipped and shorter ones may still fit.
-        if filled + lengths[name] <= target and len(names) - len(taken) > kept:
+        if filled + lengths[name] <= target and len(names) - len(taken) > min_left:
             taken.append(name)
             filled += lengths[name]
     known = set(taken)
@@ -190,7 +190,7 @@ def _take(names: list[str], lengths: Mapping[str, int], target: float, kept: int
     # One more unit may exceed the target if that comes closer to it; min() takes the first on a tie.
     nearest = min(left, key=lambda name: abs(filled + lengths[name] - target))
     is_nearer = abs(filled + lengths[nearest] - target) < abs(filled - target)
-    if not taken or (is_nearer and len(left) > kept):
+    if not taken or (is_nearer and len(left) > min_left):
         taken.append(nearest)
     return frozenset(taken)
 
@@ -295,8 +295,8 @@ def _bounded_lines(file: TextIO, path: Path) -> Iterator[str]:
 def named_separator(path: Path) -> str:
     """Return the separator that a first line such as `sep=;` names; "" if there is none."""
     with open_text(path) as file:
-        found = SEPARATOR_LINE.fullmatch(next(_bounded_lines(file, path), ""))
-    return found.group(1) if found else ""
+        match = SEPARATOR_LINE.fullmatch(next(_bounded_lines(file, path), ""))
+    return match.group(1) if match else ""
 
 
 def read_cells(path: Path, delimiter: str = "\t", quoted: bool = False) -> Iterator[Record]:
@@ -353,14 +353,16 @@ def choose_columns(table: Path, head: Iterable[str], wanted: Iterable[tuple[str,
     """
     head = list(head)
     chosen = []
-    for given, usual, is_needed in wanted:
-        found = {name: columns_alike(head, name) for name in ((given,) if given else usual)}
-        only = next((alike[0] for alike in found.values() if len(alike) == 1), "")
-        unclear = next((name for name, alike in found.items() if len(alike) > 1), "")
-        if not only and (unclear or given or is_needed):
-            what = f"{len(found[unclear])} columns {unclear!r}" if unclear else f"no column {next(iter(found))!r}"
+    for requested, usual, is_needed in wanted:
+        matches = {name: columns_alike(head, name) for name in ((requested,) if requested else usual)}
+        only = next((alike[0] for alike in matches.values() if len(alike) == 1), "")
+        unclear = next((name for name, alike in matches.items() if len(alike) > 1), "")
+        if not only and (unclear or requested or is_needed):
+            problem = (
+                f"{len(matches[unclear])} columns {unclear!r}" if unclear else f"no column {next(iter(matches))!r}"
+            )
             raise UsageError(
-                f"{table} has {what}; its columns are {', '.join(map(repr, sorted(head)))}. Name the columns "
+                f"{table} has {problem}; its columns are {', '.join(map(repr, sorted(head)))}. Name the columns "
                 "with --audio_column, --text_column, --speaker_column, --split_column and --channel_column."
             )
         chosen.append(only or usual[0])  # an optional column that is missing reads as empty
@@ -436,11 +438,11 @@ def _joined(first: Record, following: Iterable[Record], delimiter: str) -> tuple
     width = len(first.columns)
     has_swallowed = False
     for count, row in enumerate(following, start=1):
-        *whole, last = cells
+        *complete, last = cells
         last += "\n" + delimiter.join(row.cells)
         quoted = QUOTED.match(last)
         if not quoted:
-            cells = (*whole, last)
+            cells = (*complete, last)
             continue
         text = quoted.group(1)
         rest = last[quoted.end() :]
@@ -448,7 +450,7 @@ def _joined(first: Record, following: Iterable[Record], delimiter: str) -> tuple
             break  # a quotation mark inside a cell: literal characters
         # A delimiter between the quotation marks suggests that they belong to different rows.
         has_swallowed |= delimiter in text
-        cells = (*whole, text.replace('""', '"').replace("\n", " "), *rest.split(delimiter)[1:])
+        cells = (*complete, text.replace('""', '"').replace("\n", " "), *rest.split(delimiter)[1:])
         if len(cells) == width and not has_swallowed:
             return replace(first, cells=cells), count
         # Continue only if the row is still too short and its new last cell is open again.

@@ -277,8 +277,10 @@ class EpochPlanner:
         ends = np.cumsum(np.bincount(buckets, minlength=MAX_BUCKETS))
         for first, end in zip([0, *ends], ends, strict=False):
             generator.shuffle(order[first:end])
-        whole = len(order) // self.global_batch_size
-        global_batches = np.arange(whole) if self.shortest_first and epoch == 0 else generator.permutation(whole)
+        batch_count = len(order) // self.global_batch_size
+        global_batches = (
+            np.arange(batch_count) if self.shortest_first and epoch == 0 else generator.permutation(batch_count)
+        )
         return EpochPlan(order, global_batches.astype(np.int32), self.global_batch_size)
 
     def global_batches_per_epoch(self) -> int:

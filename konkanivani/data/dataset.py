@@ -241,8 +241,8 @@ class TrainDataset(Dataset):
 
     def _talker(self, generator: torch.Generator) -> torch.Tensor | None:
         """Return the waveform of a random utterance; None if it is unusable, which its own turn reports."""
-        found = _read(self.utterances[draw_index(len(self.utterances), generator)], self.manifest)
-        return None if isinstance(found, Rejection) else found
+        example = _read(self.utterances[draw_index(len(self.utterances), generator)], self.manifest)
+        return None if isinstance(example, Rejection) else example
 
 
 @dataclass(frozen=True)

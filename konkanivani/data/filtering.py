@@ -45,11 +45,11 @@ class TokenCounts:
 
 def count_tokens(manifest: Manifest, tokenizer: Vocabulary, digits: Digits) -> TokenCounts:
     """Return the counts of all rows, stored in the folder of the manifest's index if it has one."""
-    kept = manifest.index.folder
+    folder = manifest.index.folder
     key = hashlib.sha256(tokenizer.model + digits.encode() + NORMALISATION_VERSION).hexdigest()[:16]
     # With the tokenizer and the normalisation in the name, only a changed manifest can make the file stale; its index
     # folder is then rebuilt without it.
-    path = kept and kept / f"tokens-{key}"
+    path = folder and folder / f"tokens-{key}"
     if path and path.exists():
         both = np.memmap(path, np.uint16, mode="r").reshape(2, -1)
         return TokenCounts(both[0], both[1])

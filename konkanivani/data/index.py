@@ -304,18 +304,18 @@ def open_index(manifest: Path, named_roots: tuple[str, ...] = (), fields: TextFi
     Rows whose audio is neither in the manifest's folder nor in one of the `named_roots` count as broken. With `fields`,
     rows are of texts.
     """
-    found = manifest.stat()
+    status = manifest.stat()
     roots = audio_roots(str(manifest.parent), named_roots)
-    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         raise OSError("it is not a file")  # opening a pipe would block
-    if found.st_size < SMALL_BYTES or not manifest.is_file():
+    if status.st_size < SMALL_BYTES or not manifest.is_file():
         return _joined(list(_scanned(manifest, roots, fields)))
     # Inode and ctime, which unpacking an archive does not restore: an index from elsewhere is not trusted.
     identity: dict[str, object] = {
         "version": VERSION,
-        "bytes": found.st_size,
-        "inode": found.st_ino,
-        "changed_ns": found.st_ctime_ns,
+        "bytes": status.st_size,
+        "inode": status.st_ino,
+        "changed_ns": status.st_ctime_ns,
         "roots": list(roots),
     }
     if fields is not None:
@@ -324,7 +324,7 @@ def open_index(manifest: Path, named_roots: tuple[str, ...] = (), fields: TextFi
     index = _read(folder, manifest, identity)
     if index is not None:
         return index
-    say(f"Indexing {manifest} ({found.st_size / 2**30:.2f} GiB), once.")
+    say(f"Indexing {manifest} ({status.st_size / 2**30:.2f} GiB), once.")
     try:
         return _write(folder, manifest, identity, roots, fields)
     except OSError as error:
@@ -477,8 +477,8 @@ def _scan(
                     broken.append(BrokenRow(row, error.audio_filepath, str(error), str(error) == MISSING))
             start += size
     arrays = {name: np.array(columns[name], kind) for name, kind in ARRAYS.items()}
-    found = ManifestIndex(**arrays, broken=tuple(broken), sketch=_least(marks), folder=None, format_characters=removed)
-    return found, row
+    index = ManifestIndex(**arrays, broken=tuple(broken), sketch=_least(marks), folder=None, format_characters=removed)
+    return index, row
 
 
 def _lines(file: BinaryIO, end: int) -> Iterator[tuple[bytes, int]]:

@@ -161,12 +161,12 @@ class Loaded(Generic[Value]):
 class WorkersFailed(ResourceError):
     """Audio worker that was killed (out of memory, or a crash while decoding) or hangs."""
 
-    def __init__(self, what: str, has_died: bool) -> None:
+    def __init__(self, message: str, has_died: bool) -> None:
         super().__init__(
-            f"{what}. Use --num_workers 0 to see the error, or a longer --loader_timeout; then resume with "
+            f"{message}. Use --num_workers 0 to see the error, or a longer --loader_timeout; then resume with "
             "--resume auto."
         )
-        self.what = what
+        self.what = message
         self.has_died = has_died
 
 
@@ -186,18 +186,18 @@ class Fetcher(Dataset[Loaded[Value]]):
 
     def __getitem__(self, keys: list) -> Loaded[Value]:
         worker = get_worker_info()
-        found: list[Example | Rejection] = []
+        examples: list[Example | Rejection] = []
         for key in keys:
             if worker:
                 self.being_read[worker.id] = key[1] if isinstance(key, tuple) else key
             try:
-                found.append(self.speech[key])
+                examples.append(self.speech[key])
             except DataError as error:
                 return Loaded(None, (), error)
         if worker:
             self.being_read[worker.id] = -1
-        speeches = [speech for speech in found if isinstance(speech, Example)]
-        rejections = tuple(rejection for rejection in found if isinstance(rejection, Rejection))
+        speeches = [speech for speech in examples if isinstance(speech, Example)]
+        rejections = tuple(rejection for rejection in examples if isinstance(rejection, Rejection))
         if not speeches:
             return Loaded(None, rejections)
         try:
@@ -243,8 +243,8 @@ def load_in_order(
             pace = replace(pace, workers=min(1, pace.workers), ahead=1)
         lacking_bytes = 0
         try:
-            with closing(_load_until_a_death(fetcher, handed_out, waiting, pace, check)) as found:
-                for loaded in found:
+            with closing(_load_until_a_death(fetcher, handed_out, waiting, pace, check)) as results:
+                for loaded in results:
                     waiting.popleft()
                     is_second_try = False
                     yield loaded

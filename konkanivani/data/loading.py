@@ -64,28 +64,28 @@ class GlobalBatchStream:
     def _next(self, loaded: Iterator[Loaded[GlobalBatch]]) -> GlobalBatch | None:
         """Return the next global batch: this rank's micro-batches, counts of all ranks; None if nothing is readable."""
         if self.topology.is_single_process:
-            found = next(loaded)
-            self.rejections.add(found.rejections)
-            return found.value
+            result = next(loaded)
+            self.rejections.add(result.rejections)
+            return result.value
         # An interrupted rank still takes part in the collective; otherwise the other ranks would wait for it.
         try:
-            found = next(loaded)
+            result = next(loaded)
             interrupted: Interrupted | None = None
         except Interrupted as error:
-            found = Loaded(None, ())
+            result = Loaded(None, ())
             interrupted = error
-        portion = found.value or NO_UTTERANCES
+        portion = result.value or NO_UTTERANCES
         padded = sum(batch.waveforms.numel() for batch in portion.micro_batches)
         # As integers, for gather_numbers and for sums that do not depend on the world size.
         rate = (TOKENS if reads_text(self.speech.tokenizer) else SECONDS).rate
         samples = round(portion.audio_seconds * rate)
         exit_code = interrupted.exit_code if interrupted else 0
-        mine = [exit_code, len(found.rejections), portion.tokens, portion.utterances, samples, padded]
+        mine = [exit_code, len(result.rejections), portion.tokens, portion.utterances, samples, padded]
         codes, rejected, *counts = zip(*gather_numbers(self.topology, mine), strict=True)
         if any(codes):  # a signal's exit code is 128 plus its number
             raise interrupted or Interrupted("Another rank was stopped by a signal.", max(codes) - 128)
         if any(rejected):  # objects are slower to gather than numbers, and rejections are rare
-            for theirs in gather(self.topology, found.rejections):
+            for theirs in gather(self.topology, result.rejections):
                 self.rejections.add(theirs)
         tokens, utterances, samples, padded = map(sum, counts)
         if not utterances:
@@ -120,9 +120,9 @@ def load_batches(
     keys = ([int(number) for number in batch] for batch in plan)
     fetcher = Fetcher(speech, partial(collate, special=speech.tokenizer.special), loader.workers)
     with closing(load_in_order(fetcher, keys, loader, check)) as loaded:
-        for found, numbers in zip(loaded, plan, strict=True):
-            rejections.add(found.rejections)
-            if found.value is not None:
-                left_out = {rejection.row for rejection in found.rejections}
+        for result, numbers in zip(loaded, plan, strict=True):
+            rejections.add(result.rejections)
+            if result.value is not None:
+                left_out = {rejection.row for rejection in result.rejections}
                 utterances = [speech.utterances[int(number)] for number in numbers]
-                yield found.value, [utterance for utterance in utterances if utterance.row not in left_out]
+                yield result.value, [utterance for utterance in utterances if utterance.row not in left_out]

@@ -100,12 +100,12 @@ def choose_grid(sizes: MicroBatchSizes, longest: int) -> ShapeGrid:
     samples = np.full_like(sizes.samples, longest) if sizes.has_fixed_length else sizes.samples
     numbers, places = np.unique(sizes.utterances, return_inverse=True)
     frames = np.bincount(places, weights=sizes.utterances * samples)
-    kept = [number for number, share in zip(numbers, frames / frames.sum(), strict=True) if share >= MIN_SHARE]
-    groups = [BestEdges(samples[sizes.utterances == number], longest) for number in kept[:MAX_SHAPES]]
-    chosen = _share_out(groups, kept)
+    frequent = [number for number, share in zip(numbers, frames / frames.sum(), strict=True) if share >= MIN_SHARE]
+    groups = [BestEdges(samples[sizes.utterances == number], longest) for number in frequent[:MAX_SHAPES]]
+    chosen = _share_out(groups, frequent)
     shapes = [
         GridShape(edge, int(number), 2 + _most_tokens(sizes, samples, edge))
-        for group, number, count in zip(groups, kept, chosen, strict=True)
+        for group, number, count in zip(groups, frequent, chosen, strict=True)
         for edge in group.edges(count)
     ]
     return ShapeGrid(tuple(sorted(shapes)))
@@ -160,11 +160,11 @@ class BestEdges:
         """Return the best edges in samples, ascending."""
         self._extend(count)
         place = self._last
-        found = [place]
+        places = [place]
         for before in reversed(self._before[: count - 1]):
             place = int(before[place])
-            found.append(place)
-        return [edge * STEP_SAMPLES for edge in sorted(set(found)) if edge > 0]
+            places.append(place)
+        return [edge * STEP_SAMPLES for edge in sorted(set(places)) if edge > 0]
 
     def _extend(self, count: int) -> None:
         """Compute the costs of up to `count` edges: the best place of the last edge but one, for each last edge."""

@@ -57,7 +57,7 @@ def map_equivalent(text: str) -> str:
     """Replace each joiner sequence with the encoding that Unicode names as equivalent."""
     if ZWJ not in text:
         return text
-    return _SEQUENCE.sub(lambda found: EQUIVALENT[found.group()], text)
+    return _SEQUENCE.sub(lambda match: EQUIVALENT[match.group()], text)
 
 
 def is_dropped_from_written(character: str) -> bool:
@@ -114,11 +114,11 @@ class FormatCharacterCount:
 
     def add(self, removed: Iterable[str]) -> None:
         """Count the characters that `find_removed` finds in one transcript."""
-        found = Counter(removed)
-        if found:
-            self.characters += found
+        counts = Counter(removed)
+        if counts:
+            self.characters += counts
             self.texts += 1
-            self.unwritten_texts += not JOINERS.issuperset(found)
+            self.unwritten_texts += not JOINERS.issuperset(counts)
 
     def add_all(self, other: "FormatCharacterCount") -> None:
         """Add the counts of other transcripts."""
@@ -224,14 +224,14 @@ _FORBIDDEN_IN_NAME = re.compile(f"[{_CONTROL}\u061c\u200e\u200f\u202a-\u202e\u20
 
 def forbidden_character(text: str) -> str | None:
     """Return the first character that no path or id may contain, or None."""
-    found = _FORBIDDEN_IN_NAME.search(text)
-    return found.group() if found else None
+    match = _FORBIDDEN_IN_NAME.search(text)
+    return match.group() if match else None
 
 
 def forbidden_in_transcript(text: str) -> str | None:
     """Return the first character that no transcript may contain, or None; format characters are allowed."""
-    found = _FORBIDDEN_IN_TEXT.search(text)
-    return found.group() if found else None
+    match = _FORBIDDEN_IN_TEXT.search(text)
+    return match.group() if match else None
 
 
 @dataclass(frozen=True)
@@ -274,8 +274,8 @@ class Tokenizer:
             raise DataError(
                 f"The tokenizer is not a SentencePiece model: {error}. Use another checkpoint or bundle."
             ) from None
-        made = self._processor
-        ids = (made.pad_id(), made.unk_id(), made.bos_id(), made.eos_id())
+        processor = self._processor
+        ids = (processor.pad_id(), processor.unk_id(), processor.bos_id(), processor.eos_id())
         if ids != dataclasses.astuple(self.special):
             raise DataError(
                 f"The tokenizer's special ids are {ids}, not (0, 1, 2, 3): it was not trained by KonkaniVani. "

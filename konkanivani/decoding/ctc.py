@@ -301,7 +301,7 @@ def _gathered(indices: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tens
 
 def _hypotheses(beam: _Beam, best: int) -> list[tuple[Hypothesis, ...]]:
     """Return the beam's hypotheses per utterance, likeliest first."""
-    found = []
+    results = []
     ended = beam.log_probabilities if beam.fusion_scores is None else beam.log_probabilities + beam.fusion_scores.ended
     rows = zip(beam.tokens.tolist(), beam.lengths.tolist(), ended.tolist(), strict=True)
     for prefixes, lengths, scores in rows:
@@ -310,5 +310,5 @@ def _hypotheses(beam: _Beam, best: int) -> list[tuple[Hypothesis, ...]]:
             for tokens, length, score in zip(prefixes, lengths, scores, strict=True)
             if score > -math.inf
         ]
-        found.append(tuple(sort_hypotheses(hypotheses)[:best]))
-    return found
+        results.append(tuple(sort_hypotheses(hypotheses)[:best]))
+    return results

@@ -106,8 +106,8 @@ class RuledScorer:
 def _times_where_likelier(scores: torch.Tensor, first: int) -> torch.Tensor:
     """Mask non-timestamps in scores (B, K, V) if all timestamps together are likelier than any other token."""
     times = scores[:, :, first:].logsumexp(dim=2)
-    others = scores[:, :, :first].amax(dim=2)
-    scores[:, :, :first].masked_fill_((times > others)[:, :, None], -math.inf)
+    best_text = scores[:, :, :first].amax(dim=2)
+    scores[:, :, :first].masked_fill_((times > best_text)[:, :, None], -math.inf)
     return scores
 
 
@@ -168,9 +168,9 @@ class Scorers:
 
     def score(self, beam: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return candidates (B, K, C), always including the end token, and the scores of the extended hypotheses."""
-        first, *others = self.full
+        first, *remaining = self.full
         scores = first.weight * first.scorer.score()
-        for weighted in others:
+        for weighted in remaining:
             scores = scores + weighted.weight * weighted.scorer.score()
         # A broken model's NaN or infinity must not make a hypothesis win.
         scores = scores.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
@@ -200,8 +200,8 @@ def _top_candidates(scores: torch.Tensor, count: int, end: int) -> torch.Tensor:
     if count >= vocabulary:
         return torch.arange(vocabulary, device=scores.device).expand(batch, beam, -1)
     # The end token is always added, so it must not take a place among the likeliest.
-    others = scores.index_fill(2, torch.tensor(end, device=scores.device), -math.inf)
-    likeliest = first_best(others.flatten(0, 1), count).view(batch, beam, count)
+    without_end = scores.index_fill(2, torch.tensor(end, device=scores.device), -math.inf)
+    likeliest = first_best(without_end.flatten(0, 1), count).view(batch, beam, count)
     ends = likeliest.new_full((batch, beam, 1), end)
     return torch.cat([likeliest, ends], dim=2).sort(dim=2).values
 
@@ -242,8 +242,8 @@ def beam_search(
         # Hypotheses that now end leave the search; the end token is not part of them.
         has_ended = (tokens == scorers.end) & (search.scores > -math.inf)
         for n, k in has_ended.nonzero().tolist():
-            found = Hypothesis(tuple(search.tokens[n, k, :-1].tolist()), search.scores[n, k].item())
-            search.ended[search.places[n]].append(found)
+            hypothesis = Hypothesis(tuple(search.tokens[n, k, :-1].tolist()), search.scores[n, k].item())
+            search.ended[search.places[n]].append(hypothesis)
         search.scores = search.scores.masked_fill(tokens == scorers.end, -math.inf)
         can_improve = [n for n in range(len(search.places)) if _can_improve(search, n, best, scorers.length_bonus)]
         search.places = [search.places[n] for n in can_improve]
@@ -418,6 +418,6 @@ def build_decode(config: DecodingConfig, heads: Heads, tokenizer: Vocabulary, de
     )
 
 
-def _best_tokens(found: list[tuple[Hypothesis, ...]]) -> list[list[int]]:
+def _best_tokens(results: list[tuple[Hypothesis, ...]]) -> list[list[int]]:
     """Return the first hypothesis' tokens per utterance, [] if the search found none."""
-    return [list(hypotheses[0].tokens) if hypotheses else [] for hypotheses in found]
+    return [list(hypotheses[0].tokens) if hypotheses else [] for hypotheses in results]

@@ -136,7 +136,7 @@ def read_language_model(path: str | Path, tokenizer: Vocabulary, device: torch.d
 
 def score_sentences(model: LanguageModel, sentences: Iterable[Sequence[int]]) -> list[float]:
     """Return the log probability of each sentence, including its end."""
-    found = []
+    sentence_scores = []
     sentences = iter(sentences)
     while some := [[*tokens, model.special.end] for tokens in islice(sentences, SENTENCES_AT_ONCE)]:
         columns = torch.nn.utils.rnn.pad_sequence([torch.tensor(tokens) for tokens in some], padding_value=-1)
@@ -148,8 +148,8 @@ def score_sentences(model: LanguageModel, sentences: Iterable[Sequence[int]]) ->
             scores = model.score(states).gather(1, followed[:, None])[:, 0]
             totals += scores.masked_fill(~is_there, 0.0)
             states = model.advance(states, followed)
-        found += totals.tolist()
-    return found
+        sentence_scores += totals.tolist()
+    return sentence_scores
 
 
 def build_language_model(
@@ -201,10 +201,10 @@ def _stand_ins(words: np.ndarray, vocabulary: int, special: SpecialTokens) -> to
     """
     if special.blank is None:
         raise ValueError("A language model needs a vocabulary with a blank.")
-    other = special.blank
+    substitute = special.blank
     if special.unknown is not None and special.unknown in words:
-        other = special.unknown
-    stand_ins = torch.full((vocabulary,), other)
+        substitute = special.unknown
+    stand_ins = torch.full((vocabulary,), substitute)
     stand_ins[words] = torch.from_numpy(words.astype(np.int64))
     stand_ins[[special.blank, special.start]] = special.blank
     return stand_ins
@@ -247,13 +247,13 @@ def _levels(orders: Sequence[Ngrams]) -> list[_Level]:
             places = np.empty(len(tokens), np.int32)
             places[ranks] = is_new.cumsum(dtype=np.int32) - 1
             levels[-1] = replace(levels[-1], parents=places[len(ngrams) :][prefixes_above])
-        kept = tokens[is_new]
+        distinct = tokens[is_new]
         backoffs = np.concatenate([ngrams.backoffs, np.zeros(len(prefixes))])
-        is_new_prefix = _is_new(kept[:, :-1])
-        prefixes = kept[is_new_prefix, :-1]
+        is_new_prefix = _is_new(distinct[:, :-1])
+        prefixes = distinct[is_new_prefix, :-1]
         prefixes_above = is_new_prefix.cumsum(dtype=np.int32) - 1
-        values = kept[:, -1].copy(), log_probabilities[is_new], backoffs[ranks][is_new]
-        levels.append(_Level(kept.shape[1], np.zeros(len(kept), np.int32), *values))
+        values = distinct[:, -1].copy(), log_probabilities[is_new], backoffs[ranks][is_new]
+        levels.append(_Level(distinct.shape[1], np.zeros(len(distinct), np.int32), *values))
     return levels[::-1]
 
 
@@ -281,17 +281,17 @@ def _link(
     contexts = keys[edges] // vocabulary
     tokens = keys[edges] % vocabulary
     weights = backoffs[contexts]
-    found = torch.zeros_like(contexts)
+    links = torch.zeros_like(contexts)
     contexts, pending = shorter[contexts], torch.arange(len(contexts))
     while len(pending):
         places, is_there = find(keys, contexts[pending] * vocabulary + tokens[pending])
-        found[pending[is_there]] = places[is_there]
+        links[pending[is_there]] = places[is_there]
         pending = pending[~is_there]
         weights[pending] += backoffs[contexts[pending]]
         contexts[pending] = shorter[contexts[pending]]
-    shorter[nodes] = found + 1
+    shorter[nodes] = links + 1
     own = log_probabilities[edges]
-    own.copy_(torch.where(own.isnan(), weights + log_probabilities[found], own))
+    own.copy_(torch.where(own.isnan(), weights + log_probabilities[links], own))
 
 
 # --------------------

@@ -115,8 +115,8 @@ class _Reader:
             orders.append(self._read_section(order, count, is_last=order == len(counts)))
             # Words of longer n-grams must be among the 1-grams.
             if order == 1:
-                kept = set(orders[0].tokens[:, 0].tolist())
-                self._known = {word: token for word, token in self._known.items() if token in kept}
+                vocabulary = set(orders[0].tokens[:, 0].tolist())
+                self._known = {word: token for word, token in self._known.items() if token in vocabulary}
             line = self._next_line()
             if not line.startswith(b"\\"):
                 raise self._error(f"it has more {order}-grams than the {count} in its header")
@@ -210,9 +210,9 @@ class _Reader:
             return self._error(f"{named} in its {order}-grams is not in its 1-grams")
         return self._error(f"{named} is not a token of the tokenizer", FOREIGN)
 
-    def _error(self, what: str, advice: str = "Train it again, or use another --language_model.") -> DataError:
+    def _error(self, problem: str, advice: str = "Train it again, or use another --language_model.") -> DataError:
         hint = conversion_hint(self._path) if self._path.suffix == ".gz" else ""
-        return DataError(f"The language model {self._path} cannot be used: line {self._row}: {what}{hint}. {advice}")
+        return DataError(f"The language model {self._path} cannot be used: line {self._row}: {problem}{hint}. {advice}")
 
 
 def _shown(text: bytes) -> str:
@@ -299,10 +299,10 @@ def estimate_ngrams(
         tokens = np.column_stack([tokens[level.parents], level.tokens.astype(np.int32)])
         estimated.append(Ngrams(tokens, np.log(lower), np.zeros(len(tokens))))
     unigrams = estimated[0]
-    kept = unigrams.tokens[:, 0] != special.blank
-    never_follows = unigrams.tokens[kept, 0] == special.start
-    log_probabilities = np.where(never_follows, IMPOSSIBLE * LN_10, unigrams.log_probabilities[kept])
-    return Ngrams(unigrams.tokens[kept], log_probabilities, unigrams.backoffs[kept]), *estimated[1:]
+    is_kept = unigrams.tokens[:, 0] != special.blank
+    never_follows = unigrams.tokens[is_kept, 0] == special.start
+    log_probabilities = np.where(never_follows, IMPOSSIBLE * LN_10, unigrams.log_probabilities[is_kept])
+    return Ngrams(unigrams.tokens[is_kept], log_probabilities, unigrams.backoffs[is_kept]), *estimated[1:]
 
 
 def _count(text: np.ndarray, vocabulary: int, order: int, end: int) -> list[_Counted]:
@@ -320,10 +320,10 @@ def _count(text: np.ndarray, vocabulary: int, order: int, end: int) -> list[_Cou
             break
         # An n-gram is its first n - 1 tokens, by their index, and its last token.
         keys = places[starts] * vocabulary + text[starts + number - 1]
-        keys, firsts, found, counts = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
+        keys, firsts, inverse, counts = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
         levels.append(_Counted(keys // vocabulary, keys % vocabulary, places[starts[firsts] + 1], counts))
         places = np.full(len(text), NOWHERE)
-        places[starts] = found
+        places[starts] = inverse
     return levels
 
 

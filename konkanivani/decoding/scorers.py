@@ -110,8 +110,8 @@ class CTCPrefixScorer:
 
     def keep(self, state: PrefixState, utterances: torch.Tensor) -> tuple["CTCPrefixScorer", PrefixState]:
         """Return the scorer and the state of the utterances with these indices (B',) only."""
-        kept = PrefixState(state.in_blank[utterances], state.in_token[utterances], state.last[utterances])
-        return CTCPrefixScorer(self._frames[utterances], (self._frames.shape[1],) * len(utterances)), kept
+        kept_state = PrefixState(state.in_blank[utterances], state.in_token[utterances], state.last[utterances])
+        return CTCPrefixScorer(self._frames[utterances], (self._frames.shape[1],) * len(utterances)), kept_state
 
     def _begun(self, after: torch.Tensor, candidates: torch.Tensor | None) -> torch.Tensor:
         """Return log probabilities (B, K, C) that a candidate starts in some frame, after an alignment ended before it.

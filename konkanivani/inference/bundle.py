@@ -234,18 +234,18 @@ def _tokenizer(model: torch.Tensor) -> Tokenizer:
         raise ValueError(error) from None
 
 
-def _features(found: object, path: Path) -> dict[str, object]:
+def _features(stored: object, path: Path) -> dict[str, object]:
     """Return the feature settings of a format 1 bundle; raise a CheckpointError if this version cannot compute them."""
-    found = found if isinstance(found, dict) else {}
+    stored = stored if isinstance(stored, dict) else {}
     ours = described(LEGACY_DEFAULTS.features)
     fixed = ours.keys() - _of_format_1(FEATURES).keys()
-    names = sorted({*found} ^ {*ours} | {name for name in fixed if found.get(name) != ours[name]})
+    names = sorted({*stored} ^ {*ours} | {name for name in fixed if stored.get(name) != ours[name]})
     if names:
-        differences = [f"{name} {found.get(name)!r:.40} for {ours.get(name)!r}" for name in names[:3]]
+        differences = [f"{name} {stored.get(name)!r:.40} for {ours.get(name)!r}" for name in names[:3]]
         if len(names) > 3:
             differences.append("…")
         raise CheckpointError(
             f"The bundle {path} was made for different features than this version's: "
             f"{', '.join(differences)}. Use the version that wrote it."
         )
-    return {name: value for name, value in found.items() if name not in fixed}
+    return {name: value for name, value in stored.items() if name not in fixed}

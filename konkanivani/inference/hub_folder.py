@@ -111,9 +111,9 @@ def _training_facts(checkpoint: Checkpoint) -> TrainingFacts | None:
         return None
     corpus = None
     if "corpus" in checkpoint.states:
-        found = read_fingerprint(checkpoint.states["corpus"])
+        fingerprint = read_fingerprint(checkpoint.states["corpus"])
         # Only the name: the path may contain the name of the user.
-        corpus = Corpus(os.path.basename(found.manifest), found.utterances, found.hours)
+        corpus = Corpus(os.path.basename(fingerprint.manifest), fingerprint.utterances, fingerprint.hours)
     config = config_from_text(checkpoint.config)
     progress = checkpoint.states.get("progress", {})
     epochs = progress.get("epochs_finished")
@@ -143,9 +143,9 @@ def _base_folder_facts(base: PretrainedWhisper) -> BaseFacts:
     place = folder.path.resolve()
     repository = ""
     commit = ""
-    if found := CACHED.search(place.as_posix()):
-        repository = f"{found[1]}/{found[2]}"
-        commit = found[3]
+    if match := CACHED.search(place.as_posix()):
+        repository = f"{match[1]}/{match[2]}"
+        commit = match[3]
     return BaseFacts(place.name, digest, licence_in_card(folder.path / CARD), name, "", repository, commit)
 
 

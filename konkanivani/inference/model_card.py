@@ -251,10 +251,10 @@ def _summary(facts: CardFacts) -> str:
     parameters = facts.contents.parameters
     size = f"{parameters / 1e6:.1f} million parameters" if parameters >= 1e6 else f"{parameters:,} parameters"
     language = f", language `{facts.language}`" if facts.language else ""
-    made = "trained"
+    origin = "trained"
     if facts.training is None:
-        made = "untrained, written" if facts.base is None else "converted, without further training,"
-    return f"{kind} with {size}{language}, {made} with KonkaniVani. Input: 16 kHz mono audio. Output: text."
+        origin = "untrained, written" if facts.base is None else "converted, without further training,"
+    return f"{kind} with {size}{language}, {origin} with KonkaniVani. Input: 16 kHz mono audio. Output: text."
 
 
 def _use(facts: CardFacts) -> str:
@@ -362,8 +362,8 @@ def training_command(config: TrainConfig) -> list[str]:
 
 def _without_folder(value: object) -> str:
     text = str(value)
-    if found := CACHED.search(text):
-        return f"{found[1]}/{found[2]}"
+    if match := CACHED.search(text):
+        return f"{match[1]}/{match[2]}"
     is_outside = os.path.isabs(text) or ".." in text.split("/")
     return os.path.basename(os.path.normpath(text)) if is_outside else text
 

@@ -181,10 +181,10 @@ class StepBuffer:
         """Append blocks (S,) and return the number of new steps; only at the end of a stream, the last may be short."""
         self._samples = torch.cat([self._samples, *blocks])
         new = self._samples[len(self._power) * STEP :]
-        whole = len(new) // STEP
-        powers = [step_powers(new[: whole * STEP].view(whole, STEP))]
-        if is_end and len(new) > whole * STEP:
-            powers.append(step_powers(new[None, whole * STEP :]))
+        complete_steps = len(new) // STEP
+        powers = [step_powers(new[: complete_steps * STEP].view(complete_steps, STEP))]
+        if is_end and len(new) > complete_steps * STEP:
+            powers.append(step_powers(new[None, complete_steps * STEP :]))
         self._power = torch.cat([self._power, *powers])
         added = self.first + len(self._power) - self.end
         self.end += added
@@ -193,8 +193,8 @@ class StepBuffer:
     def centred_power(self, count: int) -> np.ndarray:
         """Return the power of the last `count` whole steps without their mean, which is a DC offset or hum."""
         count = min(count, len(self._samples) // STEP)
-        whole = len(self._samples) // STEP * STEP
-        steps = self._samples[whole - count * STEP : whole].view(count, STEP).numpy()
+        complete_samples = len(self._samples) // STEP * STEP
+        steps = self._samples[complete_samples - count * STEP : complete_samples].view(count, STEP).numpy()
         return steps.var(axis=1, dtype=np.float64)
 
     def steps_of_nothing(self, begin: int, end: int) -> torch.Tensor:
@@ -401,8 +401,8 @@ class CausalSegmenter:
         softened = 10 * np.log10(np.maximum(sums / np.maximum(_sum_of_neighbours(np.ones(len(power))), 1), 1e-12))
         levels = np.where(is_audible, noise, softened).astype(np.float32)
         changed = levels[-min(len(levels), count + half) :]
-        kept = self._levels[: max(0, len(self._levels) + count - len(changed))]
-        self._levels = np.concatenate([kept, changed])
+        unchanged = self._levels[: max(0, len(self._levels) + count - len(changed))]
+        self._levels = np.concatenate([unchanged, changed])
         # Only levels over a whole window: the last steps' levels change.
         complete = len(power) - (0 if is_end else half)
         self._noise.add(noise[max(0, complete - count) : complete])

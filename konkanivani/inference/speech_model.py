@@ -161,10 +161,10 @@ def whole_weights(
 
     Raises a CheckpointError if the folder does not exist or contains other weights.
     """
-    found = model_weights(checkpoint)
-    missing = set(like) - set(found)
+    weights = model_weights(checkpoint)
+    missing = set(like) - set(weights)
     if not missing or PRETRAINED_STATE not in checkpoint.states:
-        return found
+        return weights
     check_base_is_there(config, "Put it there, or use the working folder in which the run was started")
     pretrained = read_pretrained(config.pretrained.pretrained or "", config.pretrained.revision)
     base = pretrained.weights()
@@ -175,7 +175,7 @@ def whole_weights(
             f"The checkpoint contains only the trained weights, and the folder {pretrained.path} is not the "
             "one that the run was started from. Restore the original folder."
         )
-    return {**rest, **found}
+    return {**rest, **weights}
 
 
 def check_base_is_there(config: TrainConfig, advice: str) -> None:

@@ -52,21 +52,21 @@ def find_recordings(paths: Sequence[str], spooled: Path | None = None) -> list[R
 
     Raises a UsageError for a URL, and a DataError that names a folder without audio files.
     """
-    found = []
+    recordings = []
     for address in (path for path in paths if "://" in path):
         raise UsageError(f"{address} is a URL. Download the file first.")
     for path in (Path(existing_path(path)) for path in paths):
         if spooled is not None and str(path) == SIGN:
-            found.append(Recording(spooled, Path("stdin"), SIGN))
+            recordings.append(Recording(spooled, Path("stdin"), SIGN))
             continue
         if not path.is_dir():
-            found.append(Recording(path, Path(path.name)))
+            recordings.append(Recording(path, Path(path.name)))
             continue
         audible = sorted(each for each in visible_files(path) if each.suffix.lower() in AUDIO_SUFFIXES)
         if not audible:
             raise DataError(f"The folder {path} contains no readable audio file. Give another folder, or files.")
-        found += [Recording(each, each.relative_to(path)) for each in audible]
-    return found
+        recordings += [Recording(each, each.relative_to(path)) for each in audible]
+    return recordings
 
 
 def output_paths(recordings: Sequence[Recording], directory: Path, text_format: TextFormat) -> list[Path]:
@@ -222,7 +222,7 @@ class _Progress:
         # After an exception other ranks may not reach the collective below.
         if kind is not None or self._topology.is_single_process:
             return
-        of_all = [each for kept in gather(self._topology, self._kept) for each in kept]
+        of_all = [each for messages in gather(self._topology, self._kept) for each in messages]
         for _, pieces in sorted(of_all, key=lambda each: each[0]):
             for text, is_error in pieces:
                 print(text, end="", file=sys.stderr if is_error else sys.stdout, flush=True)

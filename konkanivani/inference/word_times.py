@@ -201,7 +201,7 @@ def _lines(words: list[str]) -> str:
     lines = _wrapped(words, LINE_CHARACTERS)
     widths = range(max(map(len, words)), LINE_CHARACTERS + 1)
     # The narrowest width with the same number of lines balances them.
-    balanced = next((found for width in widths if len(found := _wrapped(words, width)) <= len(lines)), lines)
+    balanced = next((wrapped for width in widths if len(wrapped := _wrapped(words, width)) <= len(lines)), lines)
     return "\n".join(balanced)
 
 

@@ -187,15 +187,15 @@ class Installer:
 
     def _find_uv(self) -> str | None:
         """Return the path of uv, installed with pip if it is not on PATH; None if that fails."""
-        found = shutil.which("uv")
-        if found is None:
+        uv = shutil.which("uv")
+        if uv is None:
             own = self._python.with_name("uv")
             fetched = [*self._pip, "--retries", "0", "--timeout", "15", "install", "--quiet", "uv"]
-            found = str(own) if own.exists() or self._run(fetched) is None else None
-        index = self._pip_index() if found else None
+            uv = str(own) if own.exists() or self._run(fetched) is None else None
+        index = self._pip_index() if uv else None
         if index:  # uv does not read pip's settings
             self._environment.setdefault("UV_DEFAULT_INDEX", index)
-        return found
+        return uv
 
     def _pip_index(self) -> str | None:
         """Return the package index that pip is configured to use, if any."""
@@ -247,9 +247,9 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def is_on_disk_of(one: Path, other: Path) -> bool:
+def is_on_disk_of(folder: Path, path: Path) -> bool:
     """Return whether hard links between two folders are possible."""
-    return one.is_dir() and one.stat().st_dev == other.stat().st_dev
+    return folder.is_dir() and folder.stat().st_dev == path.stat().st_dev
 
 
 def explain_failure(output: str, root: Path) -> SetupError:

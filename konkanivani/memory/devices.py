@@ -165,15 +165,15 @@ def find_target(config: TrainConfig, gpu: str | None, needs_budget: bool = True)
 
     Raises a UsageError for an unknown GPU, a contradiction, or a missing budget if one is needed.
     """
-    found = find_gpu(gpu) if gpu else None
+    target_gpu = find_gpu(gpu) if gpu else None
     budget = config.memory.memory_budget
-    if needs_budget and not (found or budget):
+    if needs_budget and not (target_gpu or budget):
         raise UsageError("Give --memory_budget, for example 4GiB, or --gpu with the name of a GPU.")
-    if found and config.run.device == "cpu":
+    if target_gpu and config.run.device == "cpu":
         raise UsageError(f"--device cpu contradicts --gpu {gpu}: give only one of them.")
-    size = parse_budget(budget) if budget else found.memory if found else 0
-    if found is None and config.run.device != "cuda":
+    size = parse_budget(budget) if budget else target_gpu.memory if target_gpu else 0
+    if target_gpu is None and config.run.device != "cuda":
         return PlanTarget(cpu_costs(), size)
     # --device cuda without --gpu: assume Turing, compute capability 7.5.
-    found = found or Gpu("a CUDA GPU", size, (7, 5))
-    return PlanTarget(cuda_costs(found.name, found.capability), size)
+    target_gpu = target_gpu or Gpu("a CUDA GPU", size, (7, 5))
+    return PlanTarget(cuda_costs(target_gpu.name, target_gpu.capability), size)

@@ -104,9 +104,9 @@ def read_card(uuid: str, pci_bus_id: str, nvml: Any = None) -> Card | None:
         name = _text(nvml.nvmlDeviceGetName(handle))
         bytes_by_pid = _read_bytes(nvml, handle)
         own = bytes_by_pid.pop(os.getpid(), 0)
-        found = [CardProcess(pid, _read_name(nvml, pid), held) for pid, held in bytes_by_pid.items()]
-        found.sort(key=lambda process: (-(process.bytes or 0), process.pid))
-        return Card(name, int(memory.total), int(memory.free), tuple(found), own)
+        processes = [CardProcess(pid, _read_name(nvml, pid), held) for pid, held in bytes_by_pid.items()]
+        processes.sort(key=lambda process: (-(process.bytes or 0), process.pid))
+        return Card(name, int(memory.total), int(memory.free), tuple(processes), own)
     except Exception:  # the driver lacks a query, or its answer does not match the package
         return None
     finally:
@@ -169,8 +169,8 @@ def measure_context(device: torch.device, nvml: Any = None) -> int | None:
 
     Runs a first matrix product, so that the context and the cuBLAS kernels are loaded.
     """
-    one = torch.ones(1, 1, device=device)
-    torch.mm(one, one)
+    matrix = torch.ones(1, 1, device=device)
+    torch.mm(matrix, matrix)
     torch.cuda.synchronize(device)
     card = _read_card_of(device, nvml)
     return None if card is None or not card.own else card.own - torch.cuda.memory_reserved(device)

@@ -196,7 +196,7 @@ def read_plan(state: Mapping[str, Any]) -> MemoryPlan:
     except (KeyError, TypeError, ValueError):
         raise CheckpointError("The checkpoint's memory plan cannot be read. Use --replan to make a new one.") from None
     # A bucket without utterances could not be trained: such a plan is never stored.
-    ascending = all(one.seconds < other.seconds for one, other in zip(buckets, buckets[1:], strict=False))
+    ascending = all(shorter.seconds < longer.seconds for shorter, longer in zip(buckets, buckets[1:], strict=False))
     if (
         not buckets
         or not ascending

@@ -332,16 +332,16 @@ def write_sizes(directory: Path, rank: int, oom_history: OomHistory) -> None:
 
 def read_sizes(directory: Path, conditions: int) -> dict[int, int]:
     """Return the limits of all ranks under these conditions: whole seconds to the fewest utterances that failed."""
-    known = OomHistory(conditions)
+    merged = OomHistory(conditions)
     for path in sorted(directory.glob(_path(directory, "*").name)):
-        found = OomHistory(conditions)
+        history = OomHistory(conditions)
         try:
-            found.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
-            known.learn(found.sizes())
+            history.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+            merged.learn(history.sizes())
         except (OSError, ValueError, AttributeError, CheckpointError, ResourceError):
             # A damaged file is ignored: without its limits, the run fails and records them again.
             continue
-    return known.sizes()
+    return merged.sizes()
 
 
 def forget_sizes(directory: Path) -> None:

@@ -81,12 +81,12 @@ class WeightPrefetcher:
 
     def get(self, number: int) -> dict[str, torch.Tensor]:
         """Return the block's weights on the GPU and start the copy of the next block in the direction of this pass."""
-        found = self._coming
+        pending = self._coming
         self._coming = None
-        self._await(found)
-        if found is None or found.number != number:
-            found = self._start(number)
-            self._await(found)
+        self._await(pending)
+        if pending is None or pending.number != number:
+            pending = self._start(number)
+            self._await(pending)
         # Block numbers ascend in the forward pass and descend in the backward pass. Block 0 of the next micro-batch
         # follows block 0 of a backward pass: nothing is prefetched for block 1 then.
         following = number + 1 if number > self._last else number - 1
@@ -94,7 +94,7 @@ class WeightPrefetcher:
         # The backward pass does not reach blocks below the first trained one.
         if self._ahead and 0 <= following < len(self._sources) and (following > number or self._trains[following]):
             self._coming = self._start(following)
-        return found.weights
+        return pending.weights
 
     def forget(self) -> None:
         """Discard a pending copy, because its source weights may have changed."""
@@ -211,7 +211,7 @@ class Placement:
 ON_CARD = Placement()
 
 
-def choose_placement(asked: str, blocks: int, is_half: bool, fits: Callable[[Placement], bool]) -> Placement:
+def choose_placement(requested: str, blocks: int, is_half: bool, fits: Callable[[Placement], bool]) -> Placement:
     """Return the placement requested by --weights, or for auto the fastest one that fits: fewest offloaded blocks.
 
     The first blocks are offloaded, because they hide their transfer best: they belong to the encoder, and every
@@ -220,11 +220,11 @@ def choose_placement(asked: str, blocks: int, is_half: bool, fits: Callable[[Pla
     stream, and on a CPU it avoids recomputing attention.
     """
     everything = Placement(offloaded_blocks=blocks)
-    if asked in ("card", "half") or (asked == "auto" and fits(ON_CARD)):
-        return Placement(half_precision=asked == "half")
+    if requested in ("card", "half") or (requested == "auto" and fits(ON_CARD)):
+        return Placement(half_precision=requested == "half")
     # Half-precision weights on the GPU (0 offloaded blocks) are the first reduction; fp32 weights can only be
     # offloaded.
-    least = blocks if asked == "host" else 0 if is_half else 1
+    least = blocks if requested == "host" else 0 if is_half else 1
     some = [Placement(count, half_precision=is_half) for count in range(least, blocks)]
     # Memory decreases with each offloaded block, so that `fits` is monotonic; each evaluation traces a step.
     chosen = [*some, everything][bisect.bisect_left(some, True, key=fits)]
@@ -259,11 +259,11 @@ class OffloadedWeights:
         self._halves: dict[torch.Tensor, torch.Tensor] = {}
         _move(model, _away(model, placement), device, host)
         offloaded_blocks = model.blocks[: placement.offloaded_blocks]
-        others = model.blocks[placement.offloaded_blocks :]
+        resident_blocks = model.blocks[placement.offloaded_blocks :]
         if amp_dtype is not None and placement.prefetch:
             self._add_halves(offloaded_blocks, amp_dtype, host)
         if placement.half_precision:
-            self._add_halves(others, torch.float16 if amp_dtype is None else amp_dtype, device)
+            self._add_halves(resident_blocks, torch.float16 if amp_dtype is None else amp_dtype, device)
         # Page-locking covers whole pages, which must not be shared with other data.
         if placement.prefetch and device.type == "cuda":
             self._give_own_pages(offloaded_blocks)
@@ -404,11 +404,11 @@ def _away(model: SpeechNetwork, placement: Placement) -> set[torch.Tensor]:
     Weights used by rows or slices (embedding, positions) are among them if all blocks are offloaded or halved.
     """
     offloaded_blocks = model.blocks[: placement.offloaded_blocks]
-    others = model.blocks[placement.offloaded_blocks :]
+    resident_blocks = model.blocks[placement.offloaded_blocks :]
     away: set[torch.Tensor] = {weight for block in offloaded_blocks for weight in block.parameters()}
     if placement.half_precision:
-        away |= {weight for block in others for weight in matrices(block)}
-    return away if others and not placement.half_precision else away | set(model.sliced_weights)
+        away |= {weight for block in resident_blocks for weight in matrices(block)}
+    return away if resident_blocks and not placement.half_precision else away | set(model.sliced_weights)
 
 
 def _move(model: torch.nn.Module, away: Set[torch.Tensor], device: torch.device, host: torch.device) -> None:

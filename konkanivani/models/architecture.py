@@ -100,10 +100,10 @@ def _subsampling_layers(config: ModelConfig, mel_bins: int, batch: int, frames: 
     channels = config.subsampling_channels
     kind = config.subsampling
     sizes = []
-    made: tuple[int, ...] = (frames, mel_bins)
+    shape: tuple[int, ...] = (frames, mel_bins)
     for _ in range(3 if kind == "separable" else 2):
-        made = tuple((size - 3) // 2 + 1 if kind == "valid" else -(-size // 2) for size in made)
-        sizes.append(batch * made[0] * made[1])
+        shape = tuple((size - 3) // 2 + 1 if kind == "valid" else -(-size // 2) for size in shape)
+        sizes.append(batch * shape[0] * shape[1])
     # The input needs no gradient: one backward product.
     layers = [Layer("first convolution", "2 B T/2 F/2 9 C", 2 * sizes[0] * 9 * channels, 1)]
     for size in sizes[1:]:

@@ -112,9 +112,9 @@ class Objective:
     def losses(self, sums: Sequence[float], counts: LossCounts) -> Losses:
         """Return the losses per token of a global batch or of an evaluation."""
         pairs = zip(self.terms, sums, strict=True)
-        found = {term.name: summed / float(term.divisor(counts)) for term, summed in pairs}
-        total = sum(term.weight * found[term.name] for term in self.terms)
-        return Losses(total, found.get("ctc"), found.get("attention"))
+        loss_by_term = {term.name: summed / float(term.divisor(counts)) for term, summed in pairs}
+        total = sum(term.weight * loss_by_term[term.name] for term in self.terms)
+        return Losses(total, loss_by_term.get("ctc"), loss_by_term.get("attention"))
 
 
 class HeadLosses:

@@ -157,12 +157,12 @@ def reset_output_heads(model: KonkaniVaniASR) -> None:
 def merged(weights: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
     """Merge low-rank products into their layers' weights: W + scale B A, in at least fp32."""
     down, up = LOW_RANK_TENSORS
-    found = {name: _in_full(weight) for name, weight in weights.items() if not name.endswith(LOW_RANK_TENSORS)}
+    full = {name: _in_full(weight) for name, weight in weights.items() if not name.endswith(LOW_RANK_TENSORS)}
     for name in weights:
         if name.endswith(down):
             layer = name.removesuffix(down)
-            found[layer + "weight"] = weights[layer + "weight"] + scale * weights[layer + up] @ weights[name]
-    return found
+            full[layer + "weight"] = weights[layer + "weight"] + scale * weights[layer + up] @ weights[name]
+    return full
 
 
 def _in_full(weight: torch.Tensor) -> torch.Tensor:
@@ -218,9 +218,9 @@ def transfer_weights(
     Tensors over the vocabulary are copied only if the vocabulary is the same. A tensor never fills a larger one.
     """
     matches = [match for name in weights if (match := LAYER.fullmatch(name))]
-    counts = {match[1]: 1 + max(int(one[2]) for one in matches if one[1] == match[1]) for match in matches}
-    whole = Layers.of(config)
-    part = Layers.of(model.config)
+    counts = {match[1]: 1 + max(int(other[2]) for other in matches if other[1] == match[1]) for match in matches}
+    source_layers = Layers.of(config)
+    target_layers = Layers.of(model.config)
     taken = []
     cut = []
     left_out = []
@@ -229,10 +229,10 @@ def transfer_weights(
         if source is None or (not is_same_vocabulary and name.startswith(VOCAB_DEPENDENT_PREFIXES)):
             left_out.append(name)
         # With other heads, even a tensor of equal shape is divided differently, so it is cut head by head.
-        elif source.shape == target.shape and (whole.heads == part.heads or "attention" not in name):
+        elif source.shape == target.shape and (source_layers.heads == target_layers.heads or "attention" not in name):
             target.copy_(source)
             taken.append(name)
-        elif (piece := _cut_to(name, source, target.shape, whole, part)) is not None:
+        elif (piece := _cut_to(name, source, target.shape, source_layers, target_layers)) is not None:
             target.copy_(piece)
             cut.append(name)
         else:
@@ -274,13 +274,15 @@ def _factors(name: str, axis: int, length: int, layers: Layers) -> tuple[int, ..
     return (length,)
 
 
-def _cut_to(name: str, source: torch.Tensor, shape: torch.Size, whole: Layers, part: Layers) -> torch.Tensor | None:
+def _cut_to(
+    name: str, source: torch.Tensor, shape: torch.Size, source_layers: Layers, target_layers: Layers
+) -> torch.Tensor | None:
     """Cut `source` to a tensor of `shape`; return None if it is too small."""
     if source.dim() != len(shape):
         return None
     for axis, length in enumerate(shape):
-        have = _factors(name, axis, source.shape[axis], whole)
-        want = _factors(name, axis, length, part)
+        have = _factors(name, axis, source.shape[axis], source_layers)
+        want = _factors(name, axis, length, target_layers)
         if any(h < w for h, w in zip(have, want, strict=True)):
             return None
         indices = torch.zeros(1, dtype=torch.long)

@@ -112,9 +112,9 @@ def _cached_model(repository: Repository, needs: Needs) -> Located | None:
 def _download_model(repository: Repository, needs: Needs) -> Located:
     """Download the needed files of the revision, and store its commit for later use without a network."""
     listing = repository.listing()
-    found = _download_files(repository, listing, needs)
+    located = _download_files(repository, listing, needs)
     repository.store_ref(listing.commit, is_complete=needs != "settings")
-    return found
+    return located
 
 
 def _download_files(repository: Repository, listing: Listing, needs: Needs) -> Located:
@@ -172,10 +172,10 @@ def _check_model_type(repository: Repository, path: Path, needs: Needs) -> None:
 def _model_type(path: Path) -> object:
     """Return the model_type of a config.json, or None if the file has none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError):
         return None
-    return found.get("model_type") if isinstance(found, dict) else None
+    return values.get("model_type") if isinstance(values, dict) else None
 
 
 def _has_weights(folder: Path) -> bool:

@@ -54,12 +54,12 @@ def read_json(path: Path) -> dict[str, object]:
         if path.stat().st_size > MOST_JSON_BYTES:
             raise refused(folder, f"its {name} has more than {MOST_JSON_BYTES} bytes")
         try:
-            found = json.loads(path.read_text(encoding="utf-8-sig"))
+            values = json.loads(path.read_text(encoding="utf-8-sig"))
         except (ValueError, RecursionError):
             raise refused(folder, f"its {name} is not JSON") from None
-    if not isinstance(found, dict):
+    if not isinstance(values, dict):
         raise refused(folder, f"its {name} is not a JSON object")
-    return found
+    return values
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:
@@ -161,14 +161,14 @@ def checked_dimensions(state: Mapping[str, object], most: Mapping[str, int]) -> 
     Args:
         most: upper bound of each dimension, by its name.
     """
-    found: dict[str, int] = {}
+    dimensions: dict[str, int] = {}
     for name, bound in most.items():
         value = state.get(name)
         # The checkpoint is untrusted: bound every dimension before a network of that size is built.
         if type(value) is not int or not 1 <= value <= bound:
             raise CheckpointError("The checkpoint's model has invalid dimensions. Use another checkpoint.")
-        found[name] = value
-    return found
+        dimensions[name] = value
+    return dimensions
 
 
 # --------------------
@@ -241,9 +241,9 @@ class ModelFolder:
                     raise refused(self.path, f"its {name} contains values that are not finite")
                 original = copies.get(name, name)
                 if original in originals:
-                    other, expected = first.setdefault(original, (name, copied))
+                    first_name, expected = first.setdefault(original, (name, copied))
                     if not torch.equal(copied, expected):
-                        copy = other if name == original else name
+                        copy = first_name if name == original else name
                         raise refused(
                             self.path, f"its {copy} differs from its {original}, to which its {CONFIG} ties it"
                         )
@@ -264,20 +264,20 @@ class ModelFolder:
         """
         model = self.architecture.build_without_values()
         wanted = {self.name_in_file(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        found: dict[str, tuple[tuple[int, ...], str]] = {}
+        stored: dict[str, tuple[tuple[int, ...], str]] = {}
         # All headers first: a missing file explains more than a difference does.
         headers = {file: header_of(self.path / file) for file in self.files}
         for file, header in headers.items():
             if header.keys() != set(self.files[file]):
                 raise refused(self.path, f"the tensors in its {file} differ from its {INDEX}")
-            found |= header
+            stored |= header
         wanted |= {copy: wanted[name] for copy, name in self.copies().items()}
-        wanted |= {name: shape for name, shape in unused.items() if name in found}
-        for name in sorted(found.keys() ^ wanted.keys()):
+        wanted |= {name: shape for name, shape in unused.items() if name in stored}
+        for name in sorted(stored.keys() ^ wanted.keys()):
             is_missing = name in wanted
             reason = f"it has no tensor {name}" if is_missing else f"its tensor {name:.80} is not part of {family}"
             raise refused(self.path, reason)
-        for name, (shape, kind) in found.items():
+        for name, (shape, kind) in stored.items():
             if kind not in NUMBER_FORMATS:
                 known = ", ".join(sorted(NUMBER_FORMATS))
                 raise refused(self.path, f"its {name} is of type {kind} but must be {known}")

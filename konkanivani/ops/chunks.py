@@ -280,13 +280,13 @@ class ChunkedRelativeSelfAttention(RelativeSelfAttention):
             return super().attend_heads(query, key, value, distances, layout)
         pieces = []
         first = 0
-        others = key, value, self.content_bias, self.position_bias, layout.padding
+        shared = key, value, self.content_bias, self.position_bias, layout.padding
         # chunk x length is at most size^2 scores, but a chunk has at least SMALL_CHUNK_FRAMES queries.
         for chunk in query.split(max(size**2 // length, min(size, SMALL_CHUNK_FRAMES)), dim=2):
             # Distances of this chunk's queries: from its last query to key 0, down to its first query to the last key.
             end = first + chunk.shape[2]
             near = distances[length - end : 2 * length - 1 - first]
-            pieces.append(run_recomputed(attend_by_distance, chunk, near, *others))
+            pieces.append(run_recomputed(attend_by_distance, chunk, near, *shared))
             first = end
         return torch.cat(pieces, dim=2)
 

@@ -267,9 +267,9 @@ def _check(operator: Callable, args: tuple, kwargs: dict) -> None:
 def _is_without_dropout(operator: Callable, args: tuple, kwargs: dict) -> bool:
     """Return whether an attention operator has a dropout of 0, so that it draws nothing."""
     arguments = operator._schema.arguments  # type: ignore[attr-defined]
-    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    arguments_of_call = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
     defaults = {argument.name: argument.default_value for argument in arguments}
-    return (defaults | given).get("dropout_p") == 0
+    return (defaults | arguments_of_call).get("dropout_p") == 0
 
 
 def _kind(operator: Callable) -> str:

@@ -278,8 +278,8 @@ class _Linears(torch.autograd.Function):
         else:
             multiplied = [_as_multiplied(weight, inner) for weight in matrices]
         # In a checkpointed part activations are kept only briefly: as they were multiplied, without another cast.
-        kept = [inner, *multiplied] if is_checkpointed else [x, *matrices]
-        ctx.save_for_backward(scale, shift, *kept)
+        saved = [inner, *multiplied] if is_checkpointed else [x, *matrices]
+        ctx.save_for_backward(scale, shift, *saved)
         rows = inner.flatten(0, -2)
         products = (
             _product(is_fast)(rows, matrix, bias) for matrix, bias in zip(multiplied, weights[1::2], strict=True)

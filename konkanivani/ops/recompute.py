@@ -113,18 +113,18 @@ def run_recomputed(
     def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
         if not keeps_attention:
             return _within(nullcontext, None, None), _within(nullcontext, state, counters)
-        kept = KeptResults()
-        return _within(kept.save_next, None, None), _within(kept.restore_next, state, counters)
+        saved_results = KeptResults()
+        return _within(saved_results.save_next, None, None), _within(saved_results.restore_next, state, counters)
 
     is_default = keeps_random_state and masks is None and counters is None
     run = partial(checkpoint, use_reentrant=False, preserve_rng_state=is_default, context_fn=contexts)
     if input_place is None:
         return run(function, *inputs)
-    first, *others = inputs
+    first, *remaining = inputs
     assert isinstance(first, torch.Tensor)
     # The hooks apply to tensors that the checkpoint saves: its only input, as the others are bound to the function.
     with saved_tensors_hooks(lambda saved: saved.to(input_place), partial(_moved_to, first.device)):
-        return run(lambda given: function(given, *others), first)
+        return run(lambda value: function(value, *remaining), first)
 
 
 def _moved_to(device: torch.device, saved: torch.Tensor) -> torch.Tensor:

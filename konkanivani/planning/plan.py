@@ -149,8 +149,8 @@ class Planner:
             fits, too_long = (reached, too_long) if reached[1] <= self.budget else (fits, reached)
             if self._is_close_enough(fits, too_long):
                 break
-            one, other = (before, reached) if too_long is None else (fits, too_long)
-            slope = max(1.0, (other[1] - one[1]) / (other[0] - one[0]))
+            shorter, longer = (before, reached) if too_long is None else (fits, too_long)
+            slope = max(1.0, (longer[1] - shorter[1]) / (longer[0] - shorter[0]))
             ahead = (self.budget - fits[1]) / slope
             # Far beyond the traced lengths the line is slightly too flat, and long traces take long: step below its
             # estimate.
@@ -305,16 +305,16 @@ def resolve_placement(
     `auto` offloads neither on a CPU nor with several ranks. Raises a UsageError for explicit offloading with several
     ranks, since each would fetch its own weights.
     """
-    asked = config.memory.weights
+    requested = config.memory.weights
     if ranks.world_size > 1 and config.memory.weight_dtype == "bf16":
         raise UsageError("--weight_dtype bf16 supports one process: omit it, or use --shard always with several.")
-    if ranks.world_size > 1 and asked not in (AUTO, "card"):
-        raise UsageError(f"--weights {asked} supports one process: omit it, or use --shard always with several.")
-    if asked == AUTO and (ranks.world_size > 1 or device.type == "cpu"):
+    if ranks.world_size > 1 and requested not in (AUTO, "card"):
+        raise UsageError(f"--weights {requested} supports one process: omit it, or use --shard always with several.")
+    if requested == AUTO and (ranks.world_size > 1 or device.type == "cpu"):
         return ON_CARD
     blocks = len(architecture.build_without_values().blocks)
     has_masters = config.memory.mixed_precision and config.memory.weight_dtype == "fp32"
-    return choose_placement(asked, blocks, has_masters, fits)
+    return choose_placement(requested, blocks, has_masters, fits)
 
 
 def _has_room_for_two(side_by_side: MemoryPlan, plan: MemoryPlan, is_asked_for: bool) -> bool:
@@ -327,8 +327,8 @@ def _has_room_for_two(side_by_side: MemoryPlan, plan: MemoryPlan, is_asked_for: 
 
 def plan_conditions(config: TrainConfig, architecture: Architecture, device: torch.device, ranks: Ranks) -> int:
     """Return a hash of everything that a plan depends on except the data."""
-    asked = config.data.batch_size, config.global_batch_size, config.data.validation_batch_seconds
-    return zlib.crc32(repr((memory_conditions(config, architecture, device), asked, ranks)).encode())
+    batch_settings = config.data.batch_size, config.global_batch_size, config.data.validation_batch_seconds
+    return zlib.crc32(repr((memory_conditions(config, architecture, device), batch_settings, ranks)).encode())
 
 
 def bucket_edges(seconds: np.ndarray) -> list[float]:

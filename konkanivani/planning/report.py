@@ -128,11 +128,11 @@ class PlanRequest:
         fits = planner.peak(BatchShape(1, window, self.tokens(window)), self.policy) <= planner.budget
         return window if fits else 0.0
 
-    def tell(self, found: str) -> None:
+    def tell(self, result: str) -> None:
         """Report an intermediate result on stderr; the answer itself goes to stdout."""
-        way = "keeping activations" if self.mode == "never" else "recomputing all"
+        policy = "keeping activations" if self.mode == "never" else "recomputing all"
         # A single write, since two processes share stderr.
-        sys.stderr.write(f"  {_name(self.config)}, {way}: {found}\n")
+        sys.stderr.write(f"  {_name(self.config)}, {policy}: {result}\n")
 
     @property
     def policy(self) -> RecomputePolicy:
@@ -278,26 +278,26 @@ def read_report(line: str) -> PlanReport:
     values = json.loads(line)
     answers = [
         Answer(
-            found["gradient_checkpointing"],
-            tuple(BucketPlan(**bucket) for bucket in found["buckets"]),
-            found["longest_seconds"],
+            answer_values["gradient_checkpointing"],
+            tuple(BucketPlan(**bucket) for bucket in answer_values["buckets"]),
+            answer_values["longest_seconds"],
         )
-        for found in values["answers"]
+        for answer_values in values["answers"]
     ]
     return PlanReport(**(values | {"answers": tuple(answers)}))
 
 
 def plan_budget(
-    config: TrainConfig, costs: DeviceCosts, budget: int, ranks: Ranks = ONE_RANK, given: Collection[str] = ()
+    config: TrainConfig, costs: DeviceCosts, budget: int, ranks: Ranks = ONE_RANK, explicit_flags: Collection[str] = ()
 ) -> PlanReport:
-    """Plan this configuration for `budget` bytes per rank; `given` are the flags that the user has set.
+    """Plan this configuration for `budget` bytes per rank; `explicit_flags` are those that the user has set.
 
     Raises a ResourceError if not even the model's state fits.
     """
     architecture = planned_architecture(config)
     is_text = architecture.framing.unit == TOKENS
-    check_input_flags(frozenset(given), is_text)
-    config = resolve(with_text_defaults(config, frozenset(given)) if is_text else config)
+    check_input_flags(frozenset(explicit_flags), is_text)
+    config = resolve(with_text_defaults(config, frozenset(explicit_flags)) if is_text else config)
     costs = with_graphs(costs_per_rank(costs, architecture, ranks), config)
     blocks = len(architecture.build_without_values().blocks)
     # Tracing must not start in this process: it forks the workers.
@@ -322,7 +322,7 @@ def plan_budget(
         context=costs.context,
         validation_peak=validation_peak,
         answers=answers,
-        flags=_flags(config, answers, budget, given) + (" --shard always" if ranks.sharded else ""),
+        flags=_flags(config, answers, budget, explicit_flags) + (" --shard always" if ranks.sharded else ""),
         world_size=ranks.world_size,
         sharded=ranks.sharded,
         state_of_rank=state + costs.among_ranks,
@@ -336,11 +336,11 @@ def plan_budget(
 
 
 def plan_target(
-    config: TrainConfig, target: PlanTarget, world_size: int = 1, given: Collection[str] = ()
+    config: TrainConfig, target: PlanTarget, world_size: int = 1, explicit_flags: Collection[str] = ()
 ) -> PlanReport:
     """Plan this configuration for a device and its budget, in one process or in `world_size` ranks."""
     ranks = choose_ranks(config, target.costs, target.budget, world_size)
-    return plan_budget(config, target.costs, target.budget, ranks, given)
+    return plan_budget(config, target.costs, target.budget, ranks, explicit_flags)
 
 
 def answer(request: PlanRequest) -> Answer:
@@ -404,14 +404,14 @@ def _cells(request: PlanRequest, budgets: tuple[float, ...]) -> list[str]:
     return cells
 
 
-def _flags(config: TrainConfig, answers: tuple[Answer, ...], budget: int, given: Collection[str]) -> str:
+def _flags(config: TrainConfig, answers: tuple[Answer, ...], budget: int, explicit_flags: Collection[str]) -> str:
     """Return trainer flags: the given ones, and those that keep to the budget with the longest duration that fits."""
     # Slow speed perturbation lengthens an utterance; --max_duration limits it as recorded.
     slowest = min(resolved(config.augment.speed_perturbation))
     longest = min(config.data.max_duration, answers[-1].longest_seconds * slowest)
-    words = [] if {"preset", "init_from", "pretrained"} & set(given) else ["--preset", config.run.preset]
+    words = [] if {"preset", "init_from", "pretrained"} & set(explicit_flags) else ["--preset", config.run.preset]
     for setting in settings_of(config):
-        if setting.name in set(given) - DECIDED:
+        if setting.name in set(explicit_flags) - DECIDED:
             words += words_of(setting)
     words += ["--memory_budget", budget_text(budget)]
     words += ["--batch_size", "auto", "--effective_batch_size", str(config.global_batch_size)]

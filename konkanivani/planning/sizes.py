@@ -161,10 +161,12 @@ def costs_per_rank(costs: DeviceCosts, architecture: Architecture, ranks: Ranks)
     if ranks.world_size == 1:
         return costs
     model = architecture.build_without_values()
-    whole = parameter_count(model)
+    parameters = parameter_count(model)
     # bytes_per_rank includes all-gather buffers; unsharded gradients are all-reduced in buckets of BUCKET_BYTES.
     more = (
-        bytes_per_rank(model, ranks.world_size) - STATE_BYTES * whole if ranks.sharded else min(4 * whole, BUCKET_BYTES)
+        bytes_per_rank(model, ranks.world_size) - STATE_BYTES * parameters
+        if ranks.sharded
+        else min(4 * parameters, BUCKET_BYTES)
     )
     return dataclasses.replace(costs, among_ranks=more)
 
@@ -191,8 +193,8 @@ def traffic_bytes(architecture: Architecture, ranks: Ranks) -> int:
     gradients are only reduce-scattered: 3 halves. Weights outside of the blocks are gathered once: 2 halves.
     """
     model = architecture.build_without_values()
-    whole = parameter_count(model)
+    parameters = parameter_count(model)
     blocks = sum(map(parameter_count, model.blocks))
     # Each half costs (N - 1) / N numbers per weight, 4 bytes each.
-    halves = 3 * blocks + 2 * (whole - blocks) if ranks.sharded else 2 * whole
+    halves = 3 * blocks + 2 * (parameters - blocks) if ranks.sharded else 2 * parameters
     return 4 * halves * (ranks.world_size - 1) // ranks.world_size

@@ -27,7 +27,7 @@ TRACED_HOST = META
 # No meta kernel exists for the backward pass of CTC: its result has the layout of the log probabilities.
 CTC_BACKWARD = torch.ops.aten._ctc_loss_backward.default
 # Convolutions may return channels-last layouts, and a half-precision layer norm chooses the dtype of its statistics.
-OF_THE_KERNEL = frozenset({torch.ops.aten.convolution.default, torch.ops.aten.native_layer_norm.default})
+KERNEL_DEPENDENT = frozenset({torch.ops.aten.convolution.default, torch.ops.aten.native_layer_norm.default})
 
 
 class Shape(torch.Tensor):
@@ -50,11 +50,11 @@ class Shape(torch.Tensor):
 
 def shape_of(meta: torch.Tensor, device: torch.device = TRACED_DEVICE) -> Shape:
     """Wrap a tensor of the meta device in a Shape that reports `device`."""
-    made = torch.Tensor._make_wrapper_subclass(
+    shape = torch.Tensor._make_wrapper_subclass(
         Shape, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype, device=device
     )
-    made.meta = meta
-    return made
+    shape.meta = meta
+    return shape
 
 
 class Shapes(TorchDispatchMode):
@@ -64,7 +64,7 @@ class Shapes(TorchDispatchMode):
         super().__init__()
         self._fakes = FakeTensorMode()
         self._kinds: dict[OpOverload, str] = {}
-        self._known: dict[tuple, object] = {}
+        self._layouts: dict[tuple, object] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -85,26 +85,26 @@ class Shapes(TorchDispatchMode):
         if kind == "in place":
             return args[0]
         if kind == "makes new":
-            return self._made(operation, args, kwargs)
+            return self._compute_new(operation, args, kwargs)
         if kind == "view in place":
             # Runs first on the Shape itself, to change its own sizes and strides, then on its meta tensor.
             with no_dispatch():
                 operation(*args, **kwargs)
         return _run(operation, args, kwargs)
 
-    def _made(self, operation: OpOverload, args: tuple, kwargs: Mapping) -> object:
+    def _compute_new(self, operation: OpOverload, args: tuple, kwargs: Mapping) -> object:
         key = (operation, _key_of(args), _key_of(tuple(kwargs.items())))
-        known = self._known.get(key)
-        if known is None:
-            asked = self._said_by_fakes if operation in OF_THE_KERNEL else _run
-            made = args[1] if operation is CTC_BACKWARD else asked(operation, args, kwargs)
-            known = self._known[key] = _layout_of(made)
-        return _laid_out(known, kwargs.get("device") or _place_of(args))
+        layout = self._layouts.get(key)
+        if layout is None:
+            compute = self._run_on_fakes if operation in KERNEL_DEPENDENT else _run
+            result = args[1] if operation is CTC_BACKWARD else compute(operation, args, kwargs)
+            layout = self._layouts[key] = _layout_of(result)
+        return _from_layout(layout, kwargs.get("device") or _device_of(args))
 
-    def _said_by_fakes(self, operation: OpOverload, args: tuple, kwargs: Mapping) -> object:
+    def _run_on_fakes(self, operation: OpOverload, args: tuple, kwargs: Mapping) -> object:
         with self._fakes:
-            given = [_fake_of(value) for value in args]
-            return operation(*given, **{name: _fake_of(value) for name, value in kwargs.items()})
+            fake_args = [_fake_of(value) for value in args]
+            return operation(*fake_args, **{name: _fake_of(value) for name, value in kwargs.items()})
 
 
 def _kind_of(operation: OpOverload) -> str:
@@ -112,23 +112,23 @@ def _kind_of(operation: OpOverload) -> str:
     schema = operation._schema
     if torch.Tag.inplace_view in operation.tags:
         return "view in place"
-    returned = [one.alias_info for one in schema.returns]
-    if len(returned) == 1 and returned[0] is not None and returned[0].is_write:
+    aliases = [result.alias_info for result in schema.returns]
+    if len(aliases) == 1 and aliases[0] is not None and aliases[0].is_write:
         first = schema.arguments[0].alias_info
         return "in place" if first is not None and first.is_write else "writes"
     # The schema of _unsafe_view declares a new tensor, but the result shares the input's storage.
-    is_new = all(one is None for one in returned) and operation is not torch.ops.aten._unsafe_view.default
+    is_new = all(result is None for result in aliases) and operation is not torch.ops.aten._unsafe_view.default
     return "makes new" if is_new and schema.returns else "views"
 
 
 def _run(operation: OpOverload, args: tuple, kwargs: Mapping) -> object:
-    given: dict[int, Shape] = {}
-    inner = [_inner(value, given) for value in args]
-    made = operation(*inner, **{name: _inner(value, given) for name, value in kwargs.items()})
-    return _outer(made, given, kwargs.get("device") or _place_of(args))
+    shape_by_id: dict[int, Shape] = {}
+    meta_args = [_to_meta(value, shape_by_id) for value in args]
+    result = operation(*meta_args, **{name: _to_meta(value, shape_by_id) for name, value in kwargs.items()})
+    return _from_meta(result, shape_by_id, kwargs.get("device") or _device_of(args))
 
 
-def _place_of(args: Sequence[object]) -> torch.device:
+def _device_of(args: Sequence[object]) -> torch.device:
     """Return the device of an operation's tensors; 0-dimensional tensors may be on any device and count last."""
     place = None
     for value in args:
@@ -140,25 +140,25 @@ def _place_of(args: Sequence[object]) -> torch.device:
     return place or TRACED_DEVICE
 
 
-def _inner(value: object, given: dict[int, Shape]) -> object:
-    """Convert an argument for the meta device; `given` collects the Shape of each meta tensor."""
+def _to_meta(value: object, shape_by_id: dict[int, Shape]) -> object:
+    """Convert an argument for the meta device; `shape_by_id` collects the Shape of each meta tensor."""
     if isinstance(value, Shape):
-        given[id(value.meta)] = value
+        shape_by_id[id(value.meta)] = value
         return value.meta
     if isinstance(value, torch.Tensor):
         return _without_data(value)
     if isinstance(value, (list, tuple)):
-        return [_inner(one, given) for one in value]
+        return [_to_meta(item, shape_by_id) for item in value]
     if isinstance(value, torch.device):
         return META
     # Without data, no random numbers are drawn.
     return None if isinstance(value, torch.Generator) else value
 
 
-def _outer(value: object, given: dict[int, Shape], device: torch.device) -> object:
+def _from_meta(value: object, shape_by_id: dict[int, Shape], device: torch.device) -> object:
     if isinstance(value, torch.Tensor):
-        return given.get(id(value)) if id(value) in given else shape_of(value, device)
-    return [_outer(one, given, device) for one in value] if isinstance(value, (list, tuple)) else value
+        return shape_by_id.get(id(value)) if id(value) in shape_by_id else shape_of(value, device)
+    return [_from_meta(item, shape_by_id, device) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:
@@ -170,7 +170,7 @@ def _key_of(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (list, tuple)):
-        return tuple([_key_of(one) for one in value])
+        return tuple([_key_of(item) for item in value])
     return None if isinstance(value, torch.Generator) else (type(value), value)
 
 
@@ -178,21 +178,21 @@ def _fake_of(value: object) -> object:
     """Convert an argument for FakeTensorMode, which has to be active."""
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-    return [_fake_of(one) for one in value] if isinstance(value, (list, tuple)) else value
+    return [_fake_of(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _layout_of(made: object) -> object:
-    if isinstance(made, torch.Tensor):
-        return made.shape, made.stride(), made.dtype
-    return [_layout_of(one) for one in made] if isinstance(made, (list, tuple)) else made
+def _layout_of(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    return [_layout_of(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _laid_out(layout: object, device: torch.device) -> object:
+def _from_layout(layout: object, device: torch.device) -> object:
     if isinstance(layout, tuple):
         size, stride, dtype = layout
         # A new storage for each call: only the layout is cached.
         return shape_of(torch.empty_strided(size, stride, dtype=dtype, device=META), device)
-    return [_laid_out(one, device) for one in layout] if isinstance(layout, list) else layout
+    return [_from_layout(item, device) for item in layout] if isinstance(layout, list) else layout
 
 
 class LiveBytes(TorchDispatchMode):

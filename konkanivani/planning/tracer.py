@@ -156,15 +156,15 @@ class StepTracer:
             with live, host if parts.forward.weights else contextlib.nullcontext():
                 train_step(parts, dataclasses.replace(global_batch, micro_batches=batches), 0)
         # All inputs were counted, but in training only one micro-batch is on the device at a time.
-        others = sum(sizes) - max(sizes)
+        absent_inputs = sum(sizes) - max(sizes)
         return Peak(
             state=self.state(),
-            forward=phases.peaks["forward"] - others,
+            forward=phases.peaks["forward"] - absent_inputs,
             # Attention allocates its workspace inside the kernel, where the trace cannot see it.
             backward=phases.peaks["backward"]
-            - others
+            - absent_inputs
             + self._attention_workspace(largest_batch(global_batch.micro_batches)),
-            update=phases.peaks["update"] - others,
+            update=phases.peaks["update"] - absent_inputs,
             host=host.peak if self.costs.is_cuda else 0,
         )
 

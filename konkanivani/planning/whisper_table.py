@@ -90,7 +90,7 @@ def plan_whisper(config: TrainConfig, costs: DeviceCosts, budget: int, sizes: tu
         f"{'':10}{'trained':18}" + "".join(f"{f'--weights {place}':>19}" for place in PLACES) + f"{'host':>10}",
     ]
     for size, trained in rows:
-        found = [next(cells) for _ in PLACES]
-        words = "".join(f"{cell.words(budget):>19}" for cell in found)
-        lines.append(f"{size:10}{trained:18}{words}{found[-1].host >> 20:>10,}")
+        row_cells = [next(cells) for _ in PLACES]
+        words = "".join(f"{cell.words(budget):>19}" for cell in row_cells)
+        lines.append(f"{size:10}{trained:18}{words}{row_cells[-1].host >> 20:>10,}")
     return "\n".join(lines)

@@ -121,8 +121,8 @@ def recognize_manifest(trained: EvaluationModel, path: str, manifest: Manifest, 
     if fields is None:
         return TextPairs(texts, run, normalizer_of(trained.config))
     # Case and punctuation may be all that the model restores.
-    kept = {text.id for text in texts}
-    inputs = tuple(utterance.input_text or "" for utterance in manifest if utterance.id in kept)
+    recognized_ids = {text.id for text in texts}
+    inputs = tuple(utterance.input_text or "" for utterance in manifest if utterance.id in recognized_ids)
     return TextPairs(texts, run, "none", inputs=inputs)
 
 
@@ -186,8 +186,8 @@ def recognize_under_conditions(
 ) -> tuple[ConditionTexts, ...]:
     """Return references and hypotheses of a manifest under each of `CONDITIONS`."""
     decode = build_decode(decoding, trained.architecture, trained.tokenizer, trained.forward.device)
-    found = []
+    results = []
     for under in evaluate_under_conditions(trained, manifest, decode):
         pairs = TextPairs(texts_in_order(manifest, under.evaluation), unchanged.source, unchanged.normalizer)
-        found.append(ConditionTexts(under.condition.name, under.condition.description, pairs))
-    return tuple(found)
+        results.append(ConditionTexts(under.condition.name, under.condition.description, pairs))
+    return tuple(results)

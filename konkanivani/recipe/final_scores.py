@@ -38,8 +38,8 @@ def score_test(run: Run, trained: EvaluationModel | None) -> dict[str, Evaluatio
     """
     data = run.config.data
     best = ways_to_decode(run.step.architecture)[-1]
-    other = best if data.test_decode == AUTO else data.test_decode
-    ways: list[DecodingMethod] = ["greedy"] if other == "greedy" else ["greedy", other]
+    method = best if data.test_decode == AUTO else data.test_decode
+    ways: list[DecodingMethod] = ["greedy"] if method == "greedy" else ["greedy", method]
     if trained is None or data.test_manifest is None:
         return dict.fromkeys(ways)
     device = trained.forward.device
@@ -94,9 +94,9 @@ def score_forgetting(
     before = _kept_rates(load_pretrained_evaluation(settings, device, topology), manifest, roots)
     # Both models get the language and task tokens of --forgetting_language, not of the training.
     trained = dataclasses.replace(load_evaluation_model(checkpoint, device, topology), tokenizer=tokenizer)
-    found = Forgetting(before, _kept_rates(trained, manifest, roots))
-    say(found.sentence(manifest))
-    return found
+    forgetting = Forgetting(before, _kept_rates(trained, manifest, roots))
+    say(forgetting.sentence(manifest))
+    return forgetting
 
 
 @dataclass(frozen=True)
@@ -213,10 +213,11 @@ def summary_line(run: Run, results: Results, checkpoint: str, tensorboard: str) 
             scored = [each for each in test.scored if each.utterance.pattern == pattern]
             rates[f"test_cer_{pattern}_patterns{by}"] = rates_over(scored).cer
     if results.forgetting is not None:
-        for when, found in (("before", results.forgetting.before), ("after", results.forgetting.after)):
-            rates |= {f"forgetting_wer_{when}": found.wer, f"forgetting_cer_{when}": found.cer}
+        for when, scores in (("before", results.forgetting.before), ("after", results.forgetting.after)):
+            rates |= {f"forgetting_wer_{when}": scores.wer, f"forgetting_cer_{when}": scores.cer}
     conditions = {
-        name: {"wer": json_value(found.wer), "cer": json_value(found.cer)} for name, found in results.conditions.items()
+        name: {"wer": json_value(scores.wer), "cer": json_value(scores.cer)}
+        for name, scores in results.conditions.items()
     }
     summary = {
         **rates,

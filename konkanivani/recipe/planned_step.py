@@ -57,9 +57,9 @@ def build_planned_step(
     step = build_step_parts(config, architecture, device, total_steps, layout=layout, passes=passes)
     if start.pretrained is not None:
         # The whole model is loaded on every rank, then sharded.
-        load_base(start.pretrained, whole := whole_model(start, step))
-        if whole is not step.model:
-            FullState(step.model, topology).load_state_dict(whole.state_dict())
+        load_base(start.pretrained, full_model := whole_model(start, step))
+        if full_model is not step.model:
+            FullState(step.model, topology).load_state_dict(full_model.state_dict())
     return (keep_to_plan(step, plan, resident_before) if plan else step), plan
 
 

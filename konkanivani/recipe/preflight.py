@@ -137,11 +137,11 @@ def check_disk(config: TrainConfig, architecture: Architecture) -> tuple[DiskSpa
     Quotas are not visible here: an exceeded quota fails like a full disk, at a save.
     """
     run = config.run
-    one = checkpoint_bytes(architecture, config.optimizer, config.memory.weight_dtype)
-    checkpoints = max_checkpoints(run) * one
+    checkpoint_size = checkpoint_bytes(architecture, config.optimizer, config.memory.weight_dtype)
+    checkpoints = max_checkpoints(run) * checkpoint_size
     if run.resume:
         checkpoints -= _held_bytes(Path(run.checkpoint_dir), run.resume)  # replaced checkpoints free their space
-    least = DRY_RUN_FILES * one if run.dry_run else 0
+    least = DRY_RUN_FILES * checkpoint_size if run.dry_run else 0
     checkpoints = max(least, checkpoints)
     needs = (Path(run.checkpoint_dir), checkpoints), (Path(run.log_dir), max_epochs(run) * LOG_BYTES_AN_EPOCH)
     spaces: dict[int, DiskSpace] = {}
@@ -175,9 +175,9 @@ def max_epochs(run: RunConfig) -> int:
 
 def free_disk(folder: Path) -> int:
     """Return the bytes that a user may still write to the folder or its nearest existing parent."""
-    found = os.statvfs(nearest_folder(folder))
+    status = os.statvfs(nearest_folder(folder))
     # Some mounted cloud folders report a size of zero.
-    return found.f_bavail * found.f_frsize if found.f_blocks else 2**62
+    return status.f_bavail * status.f_frsize if status.f_blocks else 2**62
 
 
 def _held_bytes(checkpoint_dir: Path, resumed: str) -> int:
@@ -186,9 +186,9 @@ def _held_bytes(checkpoint_dir: Path, resumed: str) -> int:
     Hard links to one file count once. Checkpoints newer than the resumed one are not included: they are moved aside and
     stay.
     """
-    found = [path.stat() for path in checkpoint_dir.glob("checkpoint_*.pt") if path.is_file()]
+    entries = [path.stat() for path in checkpoint_dir.glob("checkpoint_*.pt") if path.is_file()]
     newest = float("inf") if resumed == "auto" else os.stat(resumed).st_mtime_ns
-    return sum({entry.st_ino: entry.st_size for entry in found if entry.st_mtime_ns <= newest}.values())
+    return sum({entry.st_ino: entry.st_size for entry in entries if entry.st_mtime_ns <= newest}.values())
 
 
 def take_card(topology: Topology) -> None:

@@ -96,10 +96,10 @@ def load_weights(
         change = None if remembered is None else remembered.change_to(corpus)
         _fit_cursor(state, start.resumed, planner, change)
     if start.initial:
-        whole = whole_model(start, step)
+        full_model = whole_model(start, step)
         # The rules of the flags reject --init_from with --pretrained.
-        assert isinstance(whole, KonkaniVaniASR)
-        _take_weights(start.initial, start.config.tuning, stateful["model"], whole, tokenizer)
+        assert isinstance(full_model, KonkaniVaniASR)
+        _take_weights(start.initial, start.config.tuning, stateful["model"], full_model, tokenizer)
 
 
 def _fit_cursor(state: TrainState, checkpoint: Checkpoint, planner: EpochPlanner, change: CorpusChange | None) -> None:
@@ -120,15 +120,15 @@ def _fit_cursor(state: TrainState, checkpoint: Checkpoint, planner: EpochPlanner
 
 
 def _take_weights(
-    initial: Checkpoint, tuning: TuningConfig, stateful: Stateful, whole: KonkaniVaniASR, tokenizer: Vocabulary
+    initial: Checkpoint, tuning: TuningConfig, stateful: Stateful, full_model: KonkaniVaniASR, tokenizer: Vocabulary
 ) -> None:
-    """Copy the checkpoint weights that fit into `whole`, and load them into `stateful` if that is sharded."""
+    """Copy the checkpoint weights that fit into `full_model`, and load them into `stateful` if that is sharded."""
     config = config_from_text(initial.config)
     # Low-rank products are merged into the weights, since the new run may have no adapters.
     stored = {name: value for name, value in initial.states["model"].items() if isinstance(value, torch.Tensor)}
     _, weights = architecture_of(config, initial.vocab_size).plain(stored)
     transfer = transfer_weights(
-        whole, weights, config.model, initial.tokenizer == tokenizer.model and not tuning.new_tokenizer
+        full_model, weights, config.model, initial.tokenizer == tokenizer.model and not tuning.new_tokenizer
     )
     # If no encoder block fits, the shapes are too different for a useful transfer.
     if not any(name.startswith("encoder.blocks") for name in transfer.taken + transfer.cut):
@@ -138,13 +138,13 @@ def _take_weights(
             "--init_from."
         )
     if tuning.new_tokenizer:
-        reset_output_heads(whole)
+        reset_output_heads(full_model)
     # A value beyond 65504 becomes inf in float16.
     if tuning.frozen_dtype == "half":
-        check_finite(f"the checkpoint of step {initial.step}, rounded to half precision,", whole.state_dict())
+        check_finite(f"the checkpoint of step {initial.step}, rounded to half precision,", full_model.state_dict())
     # A sharded model distributes the whole state to its ranks.
-    if stateful is not whole:
-        stateful.load_state_dict(whole.state_dict())
+    if stateful is not full_model:
+        stateful.load_state_dict(full_model.state_dict())
     print(f"Weights from the checkpoint of step {initial.step}:\n{transfer.summary()}", flush=True)
 
 

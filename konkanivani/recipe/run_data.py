@@ -122,9 +122,9 @@ def check_spelling(start: Start, corpus: Fingerprint, tokenizer: Vocabulary, tex
     named = ", ".join(f"{character} {unknown[character]:,} times" for character in commonest[:NAMED_CHARACTERS])
     named += ", …" if len(commonest) > NAMED_CHARACTERS else ""
     owner = "pretrained model" if start.pretrained else "checkpoint"
-    found = f"{part:.2%} of the tokens of {corpus.manifest} are unknown to the {owner}'s tokenizer: it has no {named}"
+    problem = f"{part:.2%} of the tokens of {corpus.manifest} are unknown to the {owner}'s tokenizer: it has no {named}"
     if part <= MAX_UNKNOWN:
-        say(f"{found}. They are trained as the unknown token.")
+        say(f"{problem}. They are trained as the unknown token.")
         return
     spelt = "--digits spell, which writes digits as words, or " if any(map(str.isdecimal, unknown)) else ""
     spelt = spelt if start.config.text.digits == "keep" and start.initial else ""
@@ -133,7 +133,7 @@ def check_spelling(start: Start, corpus: Fingerprint, tokenizer: Vocabulary, tex
         advice = "Use a model whose tokenizer has them, such as mT5 or ByT5."
     elif start.resumed:
         advice = "Start a new run with --init_from and --new_tokenizer, in another --checkpoint_dir."
-    raise DataError(f"{found}. That is more than {MAX_UNKNOWN:.1%}: the model could never output them. {advice}")
+    raise DataError(f"{problem}. That is more than {MAX_UNKNOWN:.1%}: the model could never output them. {advice}")
 
 
 def say_removed(manifests: list[Manifest], tokenizer: Vocabulary) -> None:
@@ -256,15 +256,15 @@ def _read(
     return None
 
 
-def warn_of_shared(corpus: Fingerprint, *others: Manifest | None) -> None:
+def warn_of_shared(corpus: Fingerprint, *manifests: Manifest | None) -> None:
     """Warn about manifests that share utterances with the training set: their error rates are too optimistic."""
-    for other in others:
-        if other is None:
+    for manifest in manifests:
+        if manifest is None:
             continue
-        shared = corpus.shared(make_fingerprint(other))
+        shared = corpus.shared(make_fingerprint(manifest))
         if shared >= WARNED_OF:
             say(
-                f"{shared:.0%} of the utterances of {other.path} are also in the training set, so its error "
+                f"{shared:.0%} of the utterances of {manifest.path} are also in the training set, so its error "
                 "rates are too optimistic. inspect_data.py lists them."
             )
 
@@ -285,15 +285,17 @@ def build_training_speech(
     limits = limits.within(architecture.longest_seconds, most, slowest_speed=min(speeds))
     if reads_text(tokenizer):
         limits = limits_of_text(tokenizer.limits, architecture.framing)
-    kept = choose_usable(manifest, tokenizer, limits, config.text.digits, rejections)
+    utterances = choose_usable(manifest, tokenizer, limits, config.text.digits, rejections)
     # Drawn from the usable utterances, so that --train_subset is a percentage of those.
     if config.data.train_subset < 100:
-        kept = kept.part(choose_subset(len(kept), config.data.train_subset, config.run.seed))
+        utterances = utterances.part(choose_subset(len(utterances), config.data.train_subset, config.run.seed))
     # Added silence stays within the memory plan and the model's window.
-    longest = float(kept.durations.max()) / min(speeds)
+    longest = float(utterances.durations.max()) / min(speeds)
     recording = RecordingAugmentation(config.run.seed, resolved(config.augment.augmentation), longest)
     timed_share = config.pretrained.timestamp_share
-    return TrainDataset(kept, tokenizer, speeds, config.run.seed, manifest.path, noise_reverb, timed_share, recording)
+    return TrainDataset(
+        utterances, tokenizer, speeds, config.run.seed, manifest.path, noise_reverb, timed_share, recording
+    )
 
 
 def more_tokens(config: TrainConfig) -> int:
@@ -305,13 +307,13 @@ def choose_usable(
     manifest: Manifest, tokenizer: Vocabulary, limits: Limits, digits: Digits, rejections: Rejections
 ) -> Selection:
     """Return the manifest's utterances within the limits; the others are added to `rejections`."""
-    kept, left_out = check_utterances(manifest, tokenizer, limits, digits)
+    usable, left_out = check_utterances(manifest, tokenizer, limits, digits)
     rejections.add_many(left_out)
-    check_any_usable(kept, left_out)
-    cut = count_cut(kept)
+    check_any_usable(usable, left_out)
+    cut = count_cut(usable)
     if cut:
         say(f"Cut to --max_input_tokens or --max_target_tokens: the texts of {count(cut, 'row')} of {manifest.path}.")
-    return kept
+    return usable
 
 
 def build_evaluation_set(
@@ -353,9 +355,9 @@ def set_within(
     rejections: Rejections,
 ) -> EvaluationSet:
     """Return the utterances of a manifest that are within the limits, in evaluation batches."""
-    kept = choose_usable(manifest, tokenizer, limits, config.text.digits, rejections)
-    plan = plan_evaluation(kept.durations, config.data.validation_batch_seconds)
-    speech = EvalDataset(kept, tokenizer, manifest.path)
+    usable = choose_usable(manifest, tokenizer, limits, config.text.digits, rejections)
+    plan = plan_evaluation(usable.durations, config.data.validation_batch_seconds)
+    speech = EvalDataset(usable, tokenizer, manifest.path)
     return EvaluationSet(speech, plan, loader_config(config, device), rejections)
 
 

@@ -85,8 +85,8 @@ def _lock(run: RunConfig, copied_from: Path | None) -> RunLock | None:
 def _check_is_log(folder: Path) -> None:
     """Raise a UsageError if the folder is not a log, for example a corpus, and would be moved aside as one."""
     is_log = not folder.is_dir() or (folder / LOG_NAME).exists() or _owner_of(folder) is not None
-    found = () if is_log else (path.name for path in visible_entries(folder))
-    for name in (name for name in found if not name.startswith(("events.", "rejected"))):
+    names = () if is_log else (path.name for path in visible_entries(folder))
+    for name in (name for name in names if not name.startswith(("events.", "rejected"))):
         raise UsageError(
             f"{folder} contains {name} and is not the log of a run: choose another --log_dir or --run_name."
         )
@@ -187,7 +187,7 @@ def move_newer_aside(checkpointer: Checkpointer, run_directory: Path, resumed: P
     newer = checkpointer.newer_than(resumed, step)
     if not newer:
         return
-    steps = [found for found in newer.values() if found is not None]
+    steps = [newer_step for newer_step in newer.values() if newer_step is not None]
     back = f"{count(max(steps) - step, 'step')} behind the newest" if steps else "older than a damaged newer checkpoint"
     say(f"Resuming from an older checkpoint: {resumed.name} is {back} in {checkpointer.directory}.")
     copied = _copy_aside(run_directory)

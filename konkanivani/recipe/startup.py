@@ -84,15 +84,15 @@ def resolve_start(command_line: CommandLine, report: Report = silent, topology: 
     if topology.is_single_process:
         return _resolve(command_line, report)
     check_ranks(command_line.config, topology)
-    found = _resolve(restarted(command_line, topology), report) if topology.is_first else None
+    resolved = _resolve(restarted(command_line, topology), report) if topology.is_first else None
 
     def without_locks() -> Start:
         # Locks are open files of rank 0 and cannot be pickled.
-        assert found is not None  # only rank 0 calls this function
-        return dataclasses.replace(found, locks=())
+        assert resolved is not None  # only rank 0 calls this function
+        return dataclasses.replace(resolved, locks=())
 
-    sent = broadcast_from_rank0(topology, without_locks)
-    return dataclasses.replace(found or sent, topology=topology)
+    received = broadcast_from_rank0(topology, without_locks)
+    return dataclasses.replace(resolved or received, topology=topology)
 
 
 def restarted(command_line: CommandLine, topology: Topology) -> CommandLine:
@@ -196,9 +196,9 @@ def _resume_newest(command_line: CommandLine, report: Report) -> Start:
     lock = _take_folder(run)
     # The lock is taken before the read: another process could otherwise save or prune checkpoints meanwhile.
     with given_up_if_refused(lock):
-        found = Checkpointer(folder, run.keep_checkpoints).read_newest_sound(sets_aside=not run.dry_run)
-        if found is not None:
-            return _resume(command_line, *found, report, lock)
+        newest = Checkpointer(folder, run.keep_checkpoints).read_newest_sound(sets_aside=not run.dry_run)
+        if newest is not None:
+            return _resume(command_line, *newest, report, lock)
         # A new run after all: the flags of a run that starts are checked now.
         check_idle_flags(command_line.config, command_line.explicit)
         config, initial, pretrained = _check_new_run(command_line, report)
@@ -217,9 +217,9 @@ def _resumed_config(command_line: CommandLine, checkpoint: Checkpoint, path: Pat
     """Return the checkpoint's settings, overridden by the given flags; a CheckpointError lists the contradictions."""
     stored = settings_of_weights(checkpoint)
     config = command_line.merge_into_checkpoint(stored)
-    found = contradictions(stored, config)
-    if found:
-        listed = "".join(f"\n  {difference}" for difference in found)
+    conflicts = contradictions(stored, config)
+    if conflicts:
+        listed = "".join(f"\n  {difference}" for difference in conflicts)
         anew = f"--init_from {path}"
         # --init_from rejects a checkpoint of a pretrained model; its exported folder is used instead.
         if PRETRAINED_STATE in checkpoint.states:
@@ -289,8 +289,8 @@ def start_pretrained(command_line: CommandLine) -> tuple[TrainConfig, Pretrained
         # Raises a UsageError if the tokenizer has no timestamp tokens.
         tokenizer.encode_with_times("", 0.0, None)
     if config.pretrained.forgetting_language is not None:
-        other = dataclasses.replace(config.pretrained, language=config.pretrained.forgetting_language)
-        pretrained.vocabulary(other)
+        forgetting = dataclasses.replace(config.pretrained, language=config.pretrained.forgetting_language)
+        pretrained.vocabulary(forgetting)
     # Reads all weights once and discards them: a damaged file is reported now, not after the data is prepared.
     pretrained.check_weights()
     if config.optimizer.learning_rate == AUTO:
@@ -331,15 +331,15 @@ def settle(start: Start, amount: CorpusSize) -> Start:
 
     Weights of --init_from keep their tokenizer type unless --new_tokenizer is given.
     """
-    config = given = start.config
-    used = given.data.train_subset / 100
+    config = requested = start.config
+    used = requested.data.train_subset / 100
     hours = amount.hours * used
     utterances = round(amount.utterances * used)
     amount = dataclasses.replace(amount, hours=hours, utterances=utterances, ranks=start.topology.world_size)
     if start.initial and not config.tuning.new_tokenizer:
         config = as_stored(config, config_from_text(start.initial.config), names=("tokenizer_type",))
     config = resolve(config, amount)
-    if decided := decisions(given, config):
+    if decided := decisions(requested, config):
         speech = f"{duration_words(amount.hours)} of speech" if amount.hours < math.inf else "a text-to-text model"
         say(f"Automatic settings for {speech}: {decided}")
     return dataclasses.replace(start, config=config)

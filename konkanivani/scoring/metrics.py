@@ -116,8 +116,8 @@ class UtteranceEdits:
 
     def confusions(self, kind: EditKind, most: int) -> tuple[tuple[Edit, int], ...]:
         """Return the most frequent word edits of a kind with their counts; ties in the order of their words."""
-        found = Counter(edit for edits in self.wrong for edit in edits if edit.kind == kind)
-        ordered = sorted(found.items(), key=lambda pair: (-pair[1], pair[0].reference, pair[0].hypothesis))
+        counts = Counter(edit for edits in self.wrong for edit in edits if edit.kind == kind)
+        ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0].reference, pair[0].hypothesis))
         return tuple(ordered[:most])
 
 
@@ -140,9 +140,16 @@ def _align(
 def _edits(reference: list[str], hypothesis: list[str], chunks: Iterable[jiwer.AlignmentChunk]) -> Iterator[Edit]:
     for chunk in chunks:
         # An insertion has no reference words, a deletion no hypothesis words.
-        one = reference[chunk.ref_start_idx : chunk.ref_end_idx]
-        other = hypothesis[chunk.hyp_start_idx : chunk.hyp_end_idx]
-        yield from (Edit(*words) for words in zip(one or [""] * len(other), other or [""] * len(one), strict=True))
+        reference_words = reference[chunk.ref_start_idx : chunk.ref_end_idx]
+        hypothesis_words = hypothesis[chunk.hyp_start_idx : chunk.hyp_end_idx]
+        yield from (
+            Edit(*words)
+            for words in zip(
+                reference_words or [""] * len(hypothesis_words),
+                hypothesis_words or [""] * len(reference_words),
+                strict=True,
+            )
+        )
 
 
 def align_words(references: Sequence[str], hypotheses: Sequence[str]) -> Iterator[tuple[Edit, ...]]:
@@ -230,15 +237,15 @@ def resample_sums(amounts: np.ndarray, blocks: np.ndarray, resamples: int = RESA
     sums = np.stack([np.bincount(blocks, column, count) for column in amounts.T], axis=1)
     generator = np.random.default_rng(seed)
     rows_per_chunk = max(1, DRAWS_PER_CHUNK // count)
-    found = []
+    resampled = []
     for done in range(0, resamples, rows_per_chunk):
         rows = min(rows_per_chunk, resamples - done)
         # Offset each row by `count`, so that one bincount() counts the draws of all rows.
         drawn = generator.integers(count, size=(rows, count)) + count * np.arange(rows)[:, None]
         times = np.bincount(drawn.ravel(), minlength=rows * count).reshape(rows, count)
         # How often each block is drawn times its sums: a matrix product instead of gathering all draws.
-        found.append(times.astype(np.float64) @ sums)
-    return np.concatenate(found)
+        resampled.append(times.astype(np.float64) @ sums)
+    return np.concatenate(resampled)
 
 
 def ratios(numerators: np.ndarray, denominators: np.ndarray) -> np.ndarray:

@@ -154,8 +154,8 @@ def read_pairs(references: str | None, hypotheses: str, text_format: TextFormat)
 def other_system(ours: TextPairs, other: TranscriptFile) -> OtherSystem:
     """Return another system's hypotheses for the utterances of `ours`, normalised the same way."""
     normalize, _ = NORMALIZERS[ours.normalizer]
-    found = match_hypotheses(ours.texts, other)
-    return OtherSystem(other.path, tuple(None if text is None else normalize(text) for text in found))
+    hypotheses = match_hypotheses(ours.texts, other)
+    return OtherSystem(other.path, tuple(None if text is None else normalize(text) for text in hypotheses))
 
 
 def inputs_as_system(ours: TextPairs) -> OtherSystem | None:
@@ -353,8 +353,8 @@ def score_conditions(
     for condition in conditions:
         texts = replace(condition.pairs, normalizer=normalizer).normalized().texts
         edits = count_edits([text.reference for text in texts], [text.hypothesis for text in texts])
-        found = _slices(texts, edits, wish, [condition.description] * len(texts))
-        parts.append(found[condition.description])
+        slices = _slices(texts, edits, wish, [condition.description] * len(texts))
+        parts.append(slices[condition.description])
     usual = parts[0].rates.wer
     return tuple(
         ConditionScore(condition.name, part, part.rates.wer / usual if usual > 0 else np.nan)
@@ -417,13 +417,13 @@ def _compare(texts: Sequence[ScoredText], edits: UtteranceEdits, other: OtherSys
     theirs = count_edits([texts[row].reference for row in rows], [other.hypotheses[row] or "" for row in rows])
     blocks = block_numbers(speakers, choose_unit(speakers, wish))
     # Paired resamples: the variation that both systems share cancels in the difference.
-    errors, words, others = resample_sums(np.column_stack([ours.sums[:, :2], theirs.sums[:, 0]]), blocks).T
+    errors, words, other_errors = resample_sums(np.column_stack([ours.sums[:, :2], theirs.sums[:, 0]]), blocks).T
     return Comparison(
         name=other.name,
         utterances=len(rows),
         rates=ours.rates(),
         other=theirs.rates(),
-        interval=percentiles(ratios(errors - others, words)),
-        fewer=float(np.mean(errors < others)),
-        more=float(np.mean(errors > others)),
+        interval=percentiles(ratios(errors - other_errors, words)),
+        fewer=float(np.mean(errors < other_errors)),
+        more=float(np.mean(errors > other_errors)),
     )

@@ -219,11 +219,11 @@ def pair_transcripts(references: TranscriptFile, hypotheses: TranscriptFile) -> 
         missing = [row.id for row in references.rows if row.id not in text_by_id]
         additional = sorted(text_by_id.keys() - {row.id for row in references.rows})
         # A missing hypothesis is an error, not an empty transcript: it would be scored as deletions.
-        for one, other, ids in ((hypotheses, references, missing), (references, hypotheses, additional)):
+        for incomplete, complete, ids in ((hypotheses, references, missing), (references, hypotheses, additional)):
             if ids:
                 raise DataError(
-                    f"{one.path} has no transcript of {len(ids):,} of the {len(other.rows):,} utterances of "
-                    f"{other.path}: {_names(ids)}. Write each utterance into both files, with an empty text "
+                    f"{incomplete.path} has no transcript of {len(ids):,} of the {len(complete.rows):,} utterances of "
+                    f"{complete.path}: {_names(ids)}. Write each utterance into both files, with an empty text "
                     "for an empty transcript."
                 )
         texts = [text_by_id[row.id] for row in references.rows]
@@ -243,18 +243,18 @@ def match_hypotheses(texts: Sequence[ScoredText], other: TranscriptFile) -> list
     if not other.has_ids and len(other.rows) == len(texts):
         return [row.text for row in other.rows]
     text_by_id = {row.id: row.text for row in other.rows if row.id}
-    found = [text_by_id.get(text.id) for text in texts]
-    if all(hypothesis is None for hypothesis in found):
+    hypotheses = [text_by_id.get(text.id) for text in texts]
+    if all(hypothesis is None for hypothesis in hypotheses):
         raise DataError(
             f"{other.path} has {len(other.rows):,} transcripts, none of which can be paired with the "
             f"{len(texts):,} utterances scored. Use hypotheses of the same utterances, with the same ids or in "
             "the same order."
         )
-    return found
+    return hypotheses
 
 
 def are_probably_ids(texts: Sequence[ScoredText]) -> bool:
     """Return whether both texts of each line start with the same word, which contains a digit and never recurs."""
     firsts = [[text.split()[0] if text.split() else "" for text in (t.reference, t.hypothesis)] for t in texts]
-    is_alike = all(one == two and any(c.isdigit() for c in one) for one, two in firsts)
-    return len(texts) > 2 and is_alike and len({one for one, _ in firsts}) == len(texts)
+    is_alike = all(first == second and any(c.isdigit() for c in first) for first, second in firsts)
+    return len(texts) > 2 and is_alike and len({first for first, _ in firsts}) == len(texts)

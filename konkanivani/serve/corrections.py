@@ -65,9 +65,9 @@ class Corrections:
         path = self._folder / MANIFEST
         row = json.dumps(row_of(utterance), ensure_ascii=False)
         with atomic_write(path) as partial:
-            kept = [line for line in _lines(path) if _audio_of(line) != utterance.audio_filepath]
-            partial.write_bytes(b"".join([*kept, row.encode() + b"\n"]))
-        return len(kept) + 1
+            other_rows = [line for line in _lines(path) if _audio_of(line) != utterance.audio_filepath]
+            partial.write_bytes(b"".join([*other_rows, row.encode() + b"\n"]))
+        return len(other_rows) + 1
 
 
 def open_corrections(folder: str) -> Corrections:

@@ -214,10 +214,10 @@ class PageServer:
 
 def bind(host: str, port: int) -> socket.socket:
     """Return a listening socket; raise a ResourceError if the address cannot be used."""
-    what = f"The page cannot be served at {host}, port {port}"
+    failure = f"The page cannot be served at {host}, port {port}"
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        with explained(ResourceError, what, "Choose another port with --port."):
+        with explained(ResourceError, failure, "Choose another port with --port."):
             # A port of a server that has just ended can be used at once.
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind((host, port))

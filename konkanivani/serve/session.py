@@ -66,8 +66,8 @@ class Outbox:
         elif isinstance(message, Progress):
             replaced = (Progress,)
         with self._wake:
-            kept = [unsent for unsent in self._unsent if not isinstance(unsent, replaced)]
-            self._unsent = deque([*kept, message])
+            still_unsent = [unsent for unsent in self._unsent if not isinstance(unsent, replaced)]
+            self._unsent = deque([*still_unsent, message])
             self._wake.notify()
 
     def blocked_seconds(self) -> float:

@@ -175,7 +175,7 @@ def local_gradient(
     for attempt in attempts:
         with attempt:
             totals = accumulate(task, attempt.plan)
-            attempt.result = None if totals is None else finish_gradient(parts, totals, read=read)
+            attempt.result = None if totals is None else finish_gradient(parts, totals, read_numbers=read)
     if attempts.result is None:
         return None
     return dataclasses.replace(attempts.result, splits=attempts.retries)
@@ -288,20 +288,21 @@ def accumulate(task: GradientTask, plan: MicroBatchPlan) -> torch.Tensor | None:
 def finish_gradient(
     parts: StepParts,
     totals: torch.Tensor,
-    whole: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
-    read: Callable[[torch.Tensor], list[float]] = torch.Tensor.tolist,
+    reduce_norm: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+    read_numbers: Callable[[torch.Tensor], list[float]] = torch.Tensor.tolist,
 ) -> StepGradient:
     """Unscale and clip the gradient in the parameters' `.grad`; return it with the summed losses (terms,) of `totals`.
 
-    `whole` reduces the norm of this rank's shards to the norm over all ranks; `read` copies numbers from the device.
+    `reduce_norm` reduces the norm of this rank's shards to the norm over all ranks; `read_numbers` copies a tensor from
+    the device.
     """
     # GradScaler uses nothing of an optimizer but its `param_groups`.
     parts.scaler.unscale_(cast("torch.optim.Optimizer", parts.optimizer))
-    norm = whole(torch.nn.utils.clip_grad_norm_(trained_parameters(parts.model), parts.schedule.max_grad_norm))
+    norm = reduce_norm(torch.nn.utils.clip_grad_norm_(trained_parameters(parts.model), parts.schedule.max_grad_norm))
     norm = norm.to(totals.device)
     scale = parts.scaler.scale(torch.ones_like(norm))  # get_scale() would synchronize with the device once more
     # One read for all numbers of the step.
-    numbers = read(torch.cat([totals, torch.stack([norm, scale]).double()]))
+    numbers = read_numbers(torch.cat([totals, torch.stack([norm, scale]).double()]))
     return StepGradient(tuple(numbers[:-2]), norm=numbers[-2], scale=numbers[-1])
 
 

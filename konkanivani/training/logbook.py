@@ -247,8 +247,8 @@ def describe_validation(record: ValidationRecord) -> str:
 def describe_skip(record: SkipRecord) -> str:
     """Return a message on a skipped step: cause, utterances, and the log that lists all of them."""
     named = record.utterances[:UTTERANCES_ON_CONSOLE]
-    others = len(record.utterances) - UTTERANCES_ON_CONSOLE
-    utterances = ", ".join(named) + (f" and {others} others" if others > 0 else "")
+    omitted = len(record.utterances) - UTTERANCES_ON_CONSOLE
+    utterances = ", ".join(named) + (f" and {omitted} others" if omitted > 0 else "")
     return (
         f"Step {record.step + 1} is skipped: {record.reason}. The weights are unchanged. Its utterances: "
         f"{utterances} (log.jsonl lists those of every skipped step)."

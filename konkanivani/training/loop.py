@@ -366,8 +366,8 @@ def check_numerics(run: Run, report: StepReport) -> None:
     good = run.storage.checkpointer.newest_before(state.step)
     known = f"The last good checkpoint is {good}" if good else "No checkpoint was saved before"
     retry = f"Resume from it with --resume {good}" if good else "Start again with --fresh"
-    other = ", or --amp_dtype bf16 if the GPU supports it" if scaler.is_enabled() else ""
+    alternative = ", or --amp_dtype bf16 if the GPU supports it" if scaler.is_enabled() else ""
     raise NumericsError(
         f"The gradients are not finite ({reason}) at step {state.step}; log.jsonl lists the utterances. {known}. "
-        f"{retry} and a lower --learning_rate{other}."
+        f"{retry} and a lower --learning_rate{alternative}."
     )

@@ -115,9 +115,9 @@ class FullState:
         if not isinstance(value, DTensor):
             return value
         with raise_rank_lost():
-            whole = value.full_tensor()
+            full_tensor = value.full_tensor()
         # full_tensor() is a collective, so all ranks call it and all but the first drop the result at once.
-        return whole.cpu() if self._topology.is_first else whole.new_empty(0, device="cpu")
+        return full_tensor.cpu() if self._topology.is_first else full_tensor.new_empty(0, device="cpu")
 
 
 def _shard_like(value: object, like: object) -> object:

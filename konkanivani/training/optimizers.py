@@ -304,7 +304,9 @@ class AdamW8bit(AdamW):
         gradient = gradient_of(parameter).reshape(-1).split(MAX_BLOCKS * BLOCK)
         stored = zip(*(state[kind + of].split(MAX_BLOCKS) for kind in MOMENTS for of in ("", "_largest")), strict=True)
         for weight, slope, (codes, largest, codes_sq, largest_sq) in zip(weights, gradient, stored, strict=True):
-            first, second, beside = (one[: len(codes)] for one in (workspace.first, workspace.second, workspace.beside))
+            first, second, beside = (
+                buffer[: len(codes)] for buffer in (workspace.first, workspace.second, workspace.beside)
+            )
             workspace.signed.dequantize(codes, largest, beside, first)
             workspace.unsigned.dequantize(codes_sq, largest_sq, beside, second)
             moments = first.view(-1)[: len(weight)], second.view(-1)[: len(weight)]

@@ -265,27 +265,27 @@ def failures(epoch: EpochLearning, unit: InputUnit = SECONDS) -> list[str]:
     if not epoch.is_time_to_look:
         return []
     done = f"after {epoch.last_step:,} of {epoch.total_steps:,} steps"
-    found = []
+    messages = []
     if epoch.blank_share is not None and epoch.blank_share >= ONLY_BLANKS:
-        found.append(
+        messages.append(
             f"The model still outputs only blanks {done} ({100 * epoch.blank_share:.1f} % of the validation "
             f"frames). Try {epoch.help(unit)}."
         )
     # NaN without validation: the comparison is False. All blanks imply a CER near 1, so only one of both is reported.
     elif epoch.cer >= FAILING_CER:
-        found.append(f"The validation CER is still {100 * epoch.cer:.0f} % {done}. Try {epoch.help(unit)}.")
+        messages.append(f"The validation CER is still {100 * epoch.cer:.0f} % {done}. Try {epoch.help(unit)}.")
     # `first_loss` is 0 until the first epoch has finished.
     if epoch.loss >= FLAT_LOSS * epoch.first_loss > 0:
-        found.append(
+        messages.append(
             f"The training loss does not decrease {done}: {epoch.loss:.3f} per token, {epoch.first_loss:.3f} "
             f"in the first epoch. Try a third of the --learning_rate and more --warmup_steps; {_advice_on_data(unit)}."
         )
     if epoch.clipped_share > MOSTLY_CLIPPED and epoch.last_step >= CLIPPED_AT_FIRST:
-        found.append(
+        messages.append(
             f"{100 * epoch.clipped_share:.0f} % of the epoch's gradients were clipped {done}. Use a higher "
             "--max_grad_norm, or a lower --learning_rate if the loss is unstable."
         )
-    return found
+    return messages
 
 
 # --------------------

@@ -118,11 +118,11 @@ def _global_batch_of(run: Run, speech: TrainDataset, order: np.ndarray) -> Globa
 def _readable(run: Run, speech: TrainDataset, order: np.ndarray) -> Iterator[Example]:
     """Yield the utterances of the order; unreadable ones are rejected, as in training."""
     for number in order:
-        found = speech[0, int(number)]
-        if isinstance(found, Rejection):
-            run.data.global_batches.rejections.add([found])
+        example = speech[0, int(number)]
+        if isinstance(example, Rejection):
+            run.data.global_batches.rejections.add([example])
         else:
-            yield found
+            yield example
 
 
 def _try_global_batch(run: Run, name: str, global_batch: GlobalBatch) -> Rehearsal:

@@ -207,7 +207,7 @@ class EvaluationSet:
             interrupted = error
         # An interrupted rank takes part with None, or the other ranks would wait forever.
         gathered = gather(self.topology, portion)
-        portions = [found for found in gathered if found is not None]
+        portions = [part for part in gathered if part is not None]
         if len(portions) < len(gathered):
             raise interrupted or Interrupted("Another rank was stopped by a signal.", signal.SIGTERM)
         # Each rank has seen only its own portion's rejections.

@@ -58,8 +58,8 @@ class ChannelPowers:
             return None, ""
         if mixed < CANCELLED_SHARE * powers[best]:
             return best, CANCELLED
-        others = [power for channel, power in enumerate(powers) if channel != best]
-        if max(others, default=powers[best]) < ONE_SIDED_SHARE * powers[best]:
+        remaining = [power for channel, power in enumerate(powers) if channel != best]
+        if max(remaining, default=powers[best]) < ONE_SIDED_SHARE * powers[best]:
             return best, ONE_SIDED
         return None, ""
 

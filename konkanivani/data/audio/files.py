@@ -103,10 +103,10 @@ def spooled_input() -> Iterator[Path]:
         DataError: Standard input exceeds `MAX_BYTES`.
         ResourceError: There is not enough disk space.
     """
-    what = f"Standard input cannot be stored in {tempfile.gettempdir()}"
+    failure = f"Standard input cannot be stored in {tempfile.gettempdir()}"
     # The file has no directory entry: nothing remains on the disk however the process ends.
     with tempfile.TemporaryFile() as file:
-        with explained(ResourceError, what, "Free disk space there, or set TMPDIR to another folder."):
+        with explained(ResourceError, failure, "Free disk space there, or set TMPDIR to another folder."):
             while piece := sys.stdin.buffer.read(PIECE_BYTES):
                 file.write(piece)
                 if file.tell() > STDIN_LIMIT:
@@ -180,23 +180,23 @@ def read_samples(source: AudioSource, most_seconds: float = float("inf")) -> tup
     with _open(source) as sound:
         header = sound.header
         first, count = _span(header, source, sound.is_counted)
-        kept = int(min(count, most_seconds * header.rate))
-        claimed = min(kept, header.frames)
+        frames_to_read = int(min(count, most_seconds * header.rate))
+        claimed = min(frames_to_read, header.frames)
         if 4 * claimed * header.channels > MAX_BYTES:
             raise _too_much(claimed, source, header)
         if first:
             # libsndfile seeks to the start of a span; FFmpeg decodes everything before it.
             first = sound.skip(first)
         # One frame above the limit, so that a file of unknown length that exceeds it is noticed.
-        samples = sound.read(min(kept, MAX_BYTES // (4 * header.channels) + 1))
+        samples = sound.read(min(frames_to_read, MAX_BYTES // (4 * header.channels) + 1))
         if 4 * samples.size > MAX_BYTES:
             raise _too_much(len(samples), source, header)
         if not sound.is_counted:
-            _check_length(first, len(samples) + sound.skip(count - kept), header, source)
+            _check_length(first, len(samples) + sound.skip(count - frames_to_read), header, source)
     samples = select_channel(samples, source.channel)
     if not len(samples):
         raise UnusableAudio(source, "it contains no samples")
-    if sound.is_counted and len(samples) < 0.9 * kept:
+    if sound.is_counted and len(samples) < 0.9 * frames_to_read:
         raise UnusableAudio(source, f"it is truncated after {len(samples) / header.rate:.2f} s")
     if not np.isfinite(samples).all():
         raise UnusableAudio(source, "it contains NaN or infinite samples")
@@ -264,16 +264,16 @@ def _span(header: AudioHeader, source: AudioSource, is_counted: bool) -> tuple[i
     return first, min(count, header.frames - first) if is_counted else count
 
 
-def _check_length(first: int, found: int, header: AudioHeader, source: AudioSource) -> None:
-    """Raise `UnusableAudio` if `found` frames after the first `first` contradict the source's span or duration."""
-    seconds = (first + found) / header.rate
+def _check_length(first: int, frames: int, header: AudioHeader, source: AudioSource) -> None:
+    """Raise `UnusableAudio` if `frames` frames after the first `first` contradict the source's span or duration."""
+    seconds = (first + frames) / header.rate
     rate = header.rate
     span = source.span
-    if span is not None and (not found or found < round(span[1] * rate) - SPAN_ROUNDING * rate):
+    if span is not None and (not frames or frames < round(span[1] * rate) - SPAN_ROUNDING * rate):
         raise UnusableAudio(source, f"it ends at {seconds:.2f} s")
     if span is None and source.seconds is not None:
         if abs(seconds - source.seconds) > duration_tolerance(source.seconds):
-            missing = _missing(header.frames - found, header) if seconds < source.seconds else 0.0
+            missing = _missing(header.frames - frames, header) if seconds < source.seconds else 0.0
             raise _other_length(seconds, missing, source)
 
 

@@ -90,10 +90,10 @@ class MediaDecoder:
             raise Undecodable("it contains no audio" + (", only video" if self.container.streams.video else ""))
         if stream.codec_context is None:
             raise Undecodable("FFmpeg does not support its audio codec")
-        for other in self.container.streams:
-            if other is not stream:
+        for unused in self.container.streams:
+            if unused is not stream:
                 with contextlib.suppress(AttributeError, ValueError):  # old PyAV versions cannot discard a stream
-                    other.discard = DISCARD_ALL  # type: ignore[assignment]  # PyAV converts an int to its enum
+                    unused.discard = DISCARD_ALL  # type: ignore[assignment]  # PyAV converts an int to its enum
         stream.codec_context.thread_count = 1  # RLIMIT_CPU and RLIMIT_AS count all threads
         self.claimed = self._claimed_seconds(stream)
         self.pending = bytearray()
@@ -171,11 +171,11 @@ class MediaDecoder:
         kind = None
         resampler = None
         for frame in itertools.chain([first], self.decoded):
-            found = (frame.format.name, frame.layout.name, frame.sample_rate)
-            if resampler is None or found != kind:
+            frame_kind = (frame.format.name, frame.layout.name, frame.sample_rate)
+            if resampler is None or frame_kind != kind:
                 if resampler is not None:
                     yield from map(_bytes_of, resampler.resample(None))
-                kind = found
+                kind = frame_kind
                 resampler = av.AudioResampler(format="flt", layout=self.layout, rate=self.rate)
             frame.pts = None  # not needed, and some PyAV versions reject discontinuous timestamps
             yield from map(_bytes_of, resampler.resample(frame))

@@ -93,15 +93,15 @@ def existing_path(path: str) -> str:
     """
     if path.isascii() or os.path.lexists(path):
         return path
-    found = "/" if path.startswith("/") else ""
+    prefix = "/" if path.startswith("/") else ""
     for part in path.split("/"):
         if not part:
             continue
-        spelled = next((name for name in _spellings(part) if os.path.lexists(found + name)), None)
+        spelled = next((name for name in _spellings(part) if os.path.lexists(prefix + name)), None)
         if spelled is None:
             return path
-        found += spelled + "/"
-    return found[:-1]
+        prefix += spelled + "/"
+    return prefix[:-1]
 
 
 def comparable_name(name: str) -> str:

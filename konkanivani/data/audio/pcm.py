@@ -112,9 +112,9 @@ class PcmDecoder:
             return
         if len(head) >= 12 and head[8:12] != b"WAVE":
             raise DataError("Standard input is a RIFF file other than WAV. Pipe WAV or raw PCM.")
-        found = _parse_chunks(head)
-        if found is not None:
-            self.format, self._left, begin = found
+        parsed = _parse_chunks(head)
+        if parsed is not None:
+            self.format, self._left, begin = parsed
             self._waiting = head[begin:]
         elif is_end or len(head) > MAX_HEADER:
             raise DataError("The WAV header on standard input is cut or has no samples. Pipe WAV or raw PCM.")

@@ -258,8 +258,8 @@ def length_patches(opened: OpenedAudio) -> Patches:
 
 def _chunk_patches(opened: OpenedAudio, order: str, name: bytes, fixed_bytes: int) -> Patches:
     """Return the patch of the sample chunk of a WAV or AIFF, in which `fixed_bytes` precede the samples."""
-    for found, begin, claimed in iterate_chunks(opened, f"{order}4sL", 12):
-        if found != name:
+    for chunk_name, begin, claimed in iterate_chunks(opened, f"{order}4sL", 12):
+        if chunk_name != name:
             continue
         if claimed in (0, fixed_bytes) and _holds_samples(opened, begin + fixed_bytes, f"{order}4sL"):
             return {begin - 4: struct.pack(f"{order}L", TO_THE_END)}

@@ -212,10 +212,10 @@ class Resampler:
         """Return the output samples up to sample `ready`, and drop the input that no later sample needs."""
         if ready <= self._done:
             return torch.zeros(0)
-        made = torch.arange(self._done, ready)
-        begins = made * self._old // self._new - self._reach - self._first
+        outputs = torch.arange(self._done, ready)
+        begins = outputs * self._old // self._new - self._reach - self._first
         windows = self._waiting.unfold(0, self._weights.shape[1], 1)
-        filtered = (windows[begins] * self._weights[made % self._new]).sum(dim=1)
+        filtered = (windows[begins] * self._weights[outputs % self._new]).sum(dim=1)
         self._done = ready
         first_needed = ready * self._old // self._new - self._reach
         self._waiting = self._waiting[first_needed - self._first :]
@@ -226,7 +226,7 @@ class Resampler:
 def resample_blocks(blocks: Iterable[torch.Tensor], rate: int) -> Iterator[torch.Tensor]:
     """Resample a stream of blocks (S,) from `rate` Hz to 16 kHz by a `Resampler`."""
     resampler = Resampler(rate)
-    yield from (made for block in blocks if len(made := resampler.accept(block)))
+    yield from (resampled for block in blocks if len(resampled := resampler.accept(block)))
     rest = resampler.finish()
     if len(rest):
         yield rest

@@ -93,15 +93,15 @@ def open_nemo(path: Path, folder: Path) -> Iterator[NemoArchive]:
                 file = gzip.open(raw)
                 spool = stack.enter_context(tempfile.TemporaryFile(dir=folder))
             try:
-                found = _read_members(file, path, spool)
+                archive = _read_members(file, path, spool)
             except (gzip.BadGzipFile, EOFError, zlib.error):
                 raise refused(path, "it is truncated or damaged") from None
-        yield found
+        yield archive
 
 
 def _read_members(file: io.BufferedIOBase, path: Path, spool: BinaryIO | None) -> NemoArchive:
     """Return the required members; gzipped weights are copied to `spool`."""
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     weights: BinaryIO | None = None
     small = 0
     most = MOST_INFLATED * path.stat().st_size
@@ -114,28 +114,28 @@ def _read_members(file: io.BufferedIOBase, path: Path, spool: BinaryIO | None) -
             continue
         if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
             raise refused(path, f"its member {name!r:.80} is a link or a device")
-        if name in found or count == MOST_MEMBERS:
+        if name in contents or count == MOST_MEMBERS:
             raise refused(path, f"its member {name!r:.80} is duplicated, or it has more than {MOST_MEMBERS} members")
         # Check stated sizes before reading. The offset in a gzipped file counts decompressed bytes, which bounds the
         # ratio.
         if member.size > MOST_MEMBER_BYTES or file.tell() + member.size > most:
             raise refused(path, f"its member {name!r:.80} states {member.size} bytes")
-        found[name] = b""
+        contents[name] = b""
         if name == WEIGHTS:
             weights = _weights(file, member.size, spool)
         elif name == CONFIG or name.endswith(TOKENIZER) or LICENCE.match(name):
             small += member.size
             if small > MOST_SMALL_BYTES or (name == CONFIG and member.size > MOST_CONFIG_BYTES):
                 raise refused(path, f"its {name:.80} has {member.size} bytes, more than the limit")
-            found[name] = _whole(file, member.size)
+            contents[name] = _whole(file, member.size)
     for name in (CONFIG, WEIGHTS):
-        if name not in found:
+        if name not in contents:
             raise refused(path, f"it contains no {name}", "Use a file saved by NeMo")
     assert weights is not None  # set together with found[WEIGHTS]
-    licence = next((text for name, text in found.items() if LICENCE.match(name)), b"").decode(errors="replace")
-    tokenizers = {name: text for name, text in found.items() if name.endswith(TOKENIZER)}
+    licence = next((text for name, text in contents.items() if LICENCE.match(name)), b"").decode(errors="replace")
+    tokenizers = {name: text for name, text in contents.items() if name.endswith(TOKENIZER)}
     first = next((line.strip() for line in licence.splitlines() if line.strip()), "")
-    return NemoArchive(path, found[CONFIG], tokenizers, first[:200], weights)
+    return NemoArchive(path, contents[CONFIG], tokenizers, first[:200], weights)
 
 
 def _walk(file: io.BufferedIOBase, path: Path) -> Iterator[tarfile.TarInfo]:
@@ -246,10 +246,10 @@ class Section:
     def only(self, key: str, *built: Value) -> Value:
         """Return the value of `key`, which must be one of the supported values `built`; the first is the default."""
         value = self.get(key, built[0])
-        for one in built:
+        for supported in built:
             # Compare types too: in Python True == 1 and 1 == 1.0.
-            if type(value) is type(one) and value == one:
-                return one
+            if type(value) is type(supported) and value == supported:
+                return supported
         raise self.unbuilt(key, value, " or ".join(map(repr, built)))
 
     def only_all(self, built: Mapping[str, tuple[object, ...]]) -> None:
@@ -374,18 +374,18 @@ def read_pieces(model: bytes) -> Pieces:
     trainer = b"".join(field(number, token) for number, token in IDS.items())
     trainer += b"".join(field(number, name.encode()) for number, name in NAMES.items())
     unknown = model[: start + size]
-    others = model[start + size :]
+    remainder = model[start + size :]
     # A later TrainerSpec is merged with the model's own and overrides its ids.
-    whole = _piece(NAMES[48]) + unknown + added + others + field(TRAINER, trainer)
+    extended = _piece(NAMES[48]) + unknown + added + remainder + field(TRAINER, trainer)
     old_ids = (None, 0, *((None, None) if is_bare else ()), *range(1, len(names)))
-    return Pieces(_checked(whole, names, old_ids), old_ids, names)
+    return Pieces(_checked(extended, names, old_ids), old_ids, names)
 
 
 def _checked(model: bytes, names: tuple[str, ...], old_ids: tuple[int | None, ...]) -> Tokenizer:
     """Return the tokenizer after checking that every original piece has kept its spelling."""
     tokenizer = Tokenizer(model)
-    found = tuple(tokenizer.piece(token) for token, old in enumerate(old_ids) if old is not None)
-    if tokenizer.size != len(old_ids) or found != names:
+    pieces = tuple(tokenizer.piece(token) for token, old in enumerate(old_ids) if old is not None)
+    if tokenizer.size != len(old_ids) or pieces != names:
         raise ValueError("its tokenizer lists its tokens in a different order than SentencePiece")
     return tokenizer
 

@@ -67,20 +67,20 @@ def read_pretrained_t5(path: Path) -> PretrainedT5:
 
 def restored_t5(state: Mapping[str, object], tuning: TuningConfig) -> T5Architecture:
     """Return the architecture stored in `description`; raise a CheckpointError if its dimensions are invalid."""
-    found = checked_dimensions(state, MOST)
+    dimensions = checked_dimensions(state, MOST)
     match state:
         case {
             "is_gated": bool(is_gated),
             "has_head": bool(has_head),
             "scales_output": bool(scales_output),
             "epsilon": float(epsilon),
-        } if 0 < epsilon < 1 and found["position_buckets"] >= MIN_BUCKETS:
+        } if 0 < epsilon < 1 and dimensions["position_buckets"] >= MIN_BUCKETS:
             variant = T5Variant(is_gated, has_head, scales_output, epsilon)
         case _:
             raise CheckpointError("The checkpoint's model is not a known variant of T5. Use another checkpoint.")
-    if found["max_distance"] <= found["position_buckets"] // 2:
+    if dimensions["max_distance"] <= dimensions["position_buckets"] // 2:
         raise CheckpointError("The checkpoint's model has invalid relative positions. Use another checkpoint.")
-    return T5Architecture(T5Shape(**found, variant=variant), tuning)
+    return T5Architecture(T5Shape(**dimensions, variant=variant), tuning)
 
 
 @dataclass(frozen=True)

@@ -71,10 +71,10 @@ class Pieces:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
             raise DataError(f"spiece.model is not a SentencePiece model: {error}. {OTHER}") from None
-        found = self._processor.pad_id(), self._processor.eos_id()
-        if found != (tokens.padding, tokens.end):
+        ids = self._processor.pad_id(), self._processor.eos_id()
+        if ids != (tokens.padding, tokens.end):
             raise DataError(
-                f"spiece.model has the padding and end tokens {found}, but its model {tokens.padding, tokens.end}. "
+                f"spiece.model has the padding and end tokens {ids}, but its model {tokens.padding, tokens.end}. "
                 f"{OTHER}"
             )
 

@@ -91,9 +91,9 @@ def read_byte_pairs(folder: Path) -> BytePairs:
     Reads tokenizer.json, or else vocab.json, merges.txt and, if it exists, added_tokens.json. Raises a DataError if a
     file is missing, damaged, or not byte-level byte-pair encoding.
     """
-    whole = folder / "tokenizer.json"
-    if whole.exists():
-        return byte_pairs_of(_read(whole), str(whole))
+    tokenizer_file = folder / "tokenizer.json"
+    if tokenizer_file.exists():
+        return byte_pairs_of(_read(tokenizer_file), str(tokenizer_file))
     vocabulary = _read_ids(folder / "vocab.json")
     merges = _read_merges(folder / "merges.txt")
     added = folder / "added_tokens.json"
@@ -106,12 +106,12 @@ def read_byte_pairs(folder: Path) -> BytePairs:
 
 def byte_pairs_of(content: bytes, source: str) -> BytePairs:
     """Return the byte-pair encoding of a tokenizer.json, or of `BytePairs.model`; errors as in `read_byte_pairs`."""
-    whole = _parse_object(content, source)
-    model = whole.get("model")
-    added = whole.get("added_tokens") or []
+    settings = _parse_object(content, source)
+    model = settings.get("model")
+    added = settings.get("added_tokens") or []
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE" or not isinstance(added, list):
         raise DataError(f"{source} does not use byte-pair encoding. {OTHER}")
-    _check_plain(whole, model, source)
+    _check_plain(settings, model, source)
     merges = model.get("merges")
     if not isinstance(merges, list):
         raise DataError(f"{source} has no list of merges. {OTHER}")
@@ -121,17 +121,19 @@ def byte_pairs_of(content: bytes, source: str) -> BytePairs:
     return BytePairs(_checked_ids(model.get("vocab"), source), _pairs_in(merges, source), named, source)
 
 
-def _check_plain(whole: dict, model: dict, source: str) -> None:
+def _check_plain(settings: dict, model: dict, source: str) -> None:
     """Raise a DataError if a tokenizer.json has settings other than those of Whisper's tokenizers."""
-    other = [name for name in MODEL_OPTIONS if model.get(name)]
-    if whole.get("normalizer"):
-        other.append("normalizer")
-    splits = whole.get("pre_tokenizer") or {"type": "ByteLevel"}
+    unsupported = [name for name in MODEL_OPTIONS if model.get(name)]
+    if settings.get("normalizer"):
+        unsupported.append("normalizer")
+    splits = settings.get("pre_tokenizer") or {"type": "ByteLevel"}
     is_byte_level = isinstance(splits, dict) and splits.get("type") == "ByteLevel"
     if not is_byte_level or splits.get("add_prefix_space", False) or not splits.get("use_regex", True):
-        other.append("pre_tokenizer")
-    if other:
-        raise DataError(f"{source} does not use plain byte-level byte-pair encoding: its {other[0]} differs. {OTHER}")
+        unsupported.append("pre_tokenizer")
+    if unsupported:
+        raise DataError(
+            f"{source} does not use plain byte-level byte-pair encoding: its {unsupported[0]} differs. {OTHER}"
+        )
 
 
 def _build_tokenizer(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], source: str) -> "Tokenizer":
@@ -187,27 +189,27 @@ def _read(path: Path) -> bytes:
 
 def _parse_object(content: bytes, source: str) -> dict:
     try:
-        found = json.loads(content)
+        values = json.loads(content)
     except ValueError as error:
         raise DataError(f"{source} is not JSON: {error}. {OTHER}") from None
     except RecursionError:
         raise DataError(f"{source} is not JSON: it is nested too deeply. {OTHER}") from None
-    if not isinstance(found, dict):
+    if not isinstance(values, dict):
         raise DataError(f"{source} is not a JSON object. {OTHER}")
-    return found
+    return values
 
 
 def _read_ids(path: Path) -> dict[str, int]:
     return _checked_ids(_parse_object(_read(path), str(path)), str(path))
 
 
-def _checked_ids(found: object, source: str) -> dict[str, int]:
-    if not isinstance(found, dict):
+def _checked_ids(ids: object, source: str) -> dict[str, int]:
+    if not isinstance(ids, dict):
         raise DataError(f"{source} has no vocabulary of tokens and ids. {OTHER}")
-    for piece, token in found.items():
+    for piece, token in ids.items():
         if type(token) is not int:
             raise DataError(f"{source} gives the token {piece!r:.60} an id that is not an integer. {OTHER}")
-    return found
+    return ids
 
 
 def _read_merges(path: Path) -> list[tuple[str, str]]:

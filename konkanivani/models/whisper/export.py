@@ -107,9 +107,9 @@ def write_copy(
     # fp16 ends at 65,504: a trained weight can leave its range.
     in_full = any(not named[name].to(tensor.dtype).isfinite().all() for name, tensor in kept_as)
     with whole_folder(out) as partial:
-        kept, left_out = _other_files(base)
-        _check_room(base, kept, out)
-        for name in kept:
+        copied, left_out = _other_files(base)
+        _check_room(base, copied, out)
+        for name in copied:
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(base.path / name, partial / name)
         rewritten = [name for name in base.files if _write_weights(base.path / name, named, partial / name, in_full)]
@@ -156,36 +156,36 @@ def verify_weights(
         NumericsError: A tensor differs. `out` names the folder in the message.
     """
     for file in base.files:
-        found = read_tensors(written / file)
+        written_tensors = read_tensors(written / file)
         for name, original in read_tensors(base.path / file).items():
             dtype = torch.float32 if in_full else original.dtype
-            if name not in found or not _has_same_bits(found[name], weights[name].to(dtype)):
+            if name not in written_tensors or not _has_same_bits(written_tensors[name], weights[name].to(dtype)):
                 raise NumericsError(
                     f"{out} was not written: {name} in {file}, read back, differs from the trained weight "
                     f"rounded to {str(dtype).removeprefix('torch.')}. Check the disk and export again."
                 )
 
 
-def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _has_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     # Comparing bytes also distinguishes 0.0 from -0.0.
-    if one.dtype != other.dtype or one.shape != other.shape:
+    if first.dtype != second.dtype or first.shape != second.shape:
         return False
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
 
 
 def _other_files(base: ModelFolder) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the base's files without weights, as relative paths, and its other files of weights (left out)."""
-    found = []
+    files = []
     for directory, folders, names in os.walk(base.path):
         # In place, so that os.walk skips hidden folders such as .git and .cache.
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += [Path(directory, name).relative_to(base.path).as_posix() for name in sorted(names)]
-    stale = tuple(name for name in found if STALE.fullmatch(name) and name not in base.files)
-    return tuple(name for name in found if name not in {*stale, *base.files}), stale
+        files += [Path(directory, name).relative_to(base.path).as_posix() for name in sorted(names)]
+    stale = tuple(name for name in files if STALE.fullmatch(name) and name not in base.files)
+    return tuple(name for name in files if name not in {*stale, *base.files}), stale
 
 
-def _check_room(base: ModelFolder, kept: tuple[str, ...], out: Path) -> None:
-    needed = sum((base.path / name).stat().st_size for name in (*kept, *base.files))
+def _check_room(base: ModelFolder, copied: tuple[str, ...], out: Path) -> None:
+    needed = sum((base.path / name).stat().st_size for name in (*copied, *base.files))
     free = shutil.disk_usage(out.parent).free
     if free < needed:
         raise ResourceError(

@@ -185,10 +185,10 @@ def _shape_of(path: Path, config: Mapping[str, object]) -> WhisperShape:
 def _check_preprocessor(path: Path, shape: WhisperShape) -> None:
     """Refuse settings that the front end does not implement or the weights were not trained with."""
     name = PREPROCESSOR if (path / PREPROCESSOR).exists() or not (path / PROCESSOR).exists() else PROCESSOR
-    found = read_json(path / name)
+    values = read_json(path / name)
     if name == PROCESSOR:
-        settings = found.get("feature_extractor")
-        found = settings if isinstance(settings, dict) else {}
+        settings = values.get("feature_extractor")
+        values = settings if isinstance(settings, dict) else {}
     wanted = {
         "feature_size": (shape.mel_bins, 80),
         "chunk_length": (shape.window_seconds, 30),
@@ -201,9 +201,9 @@ def _check_preprocessor(path: Path, shape: WhisperShape) -> None:
     }
     for setting, (value, default) in wanted.items():
         # A missing setting has the default of transformers' WhisperFeatureExtractor.
-        given = default if found.get(setting) is None else found[setting]
-        if given != value:
-            raise refused(path, f"{setting} in its {name} is {given!r:.40}, but its network needs {value:g}")
+        stored = default if values.get(setting) is None else values[setting]
+        if stored != value:
+            raise refused(path, f"{setting} in its {name} is {stored!r:.40}, but its network needs {value:g}")
 
 
 def _check_ids(path: Path, generation: Mapping[str, object], shape: WhisperShape) -> None:

@@ -35,7 +35,7 @@ def timed_segments(tokens: Sequence[int], vocabulary: Vocabulary, seconds: float
     Without a start timestamp, a segment starts at the end of the previous segment or at 0. Without an end timestamp, it
     ends at `seconds`.
     """
-    found = []
+    segments = []
     text = []
     latest = 0.0
     for token in tokens:
@@ -46,11 +46,11 @@ def timed_segments(tokens: Sequence[int], vocabulary: Vocabulary, seconds: float
         # The model may predict decreasing timestamps, or timestamps in the padding after the audio: clamp both.
         time = min(max(time, latest), seconds)
         if text:
-            found.append(TimedSegment(latest, time, tuple(text)))
+            segments.append(TimedSegment(latest, time, tuple(text)))
         # The same token ends one segment and starts the next, so a repeated timestamp gives no empty segment.
         text = []
         latest = time
-    return found + ([TimedSegment(latest, seconds, tuple(text))] if text else [])
+    return segments + ([TimedSegment(latest, seconds, tuple(text))] if text else [])
 
 
 # --------------------
@@ -178,7 +178,7 @@ class PromptedVocabulary:
         """Sorted codes of the languages that have a token; empty for an English-only model."""
         if self._tokens.is_english_only:
             return ()
-        return tuple(sorted(found[1] for name in self._pairs.names if (found := LANGUAGE.fullmatch(name))))
+        return tuple(sorted(match[1] for name in self._pairs.names if (match := LANGUAGE.fullmatch(name))))
 
     @property
     def prefix(self) -> tuple[int, ...]:
@@ -311,15 +311,15 @@ class PromptedVocabulary:
         The same tokens as `non_speech_tokens` in OpenAI's whisper/tokenizer.py.
         """
         # Hyphens and apostrophes are allowed within words, but not at the start of a word.
-        found = {self._pairs.encode(" -")[0], self._pairs.encode(" '")[0]}
+        suppressed = {self._pairs.encode(" -")[0], self._pairs.encode(" '")[0]}
         for sign in (*SIGNS, *NOTES):
             for tokens in (self._pairs.encode(sign), self._pairs.encode(f" {sign}")):
                 # A symbol of several tokens is kept, since its tokens occur in other text too. For notes the first
                 # token is suppressed nevertheless: it only occurs in symbols from U+2640 to U+267F.
                 if len(tokens) == 1 or sign in NOTES:
-                    found.add(tokens[0])
+                    suppressed.add(tokens[0])
         names = (START, *(f"<|{task}|>" for task in TASKS), "<|startoflm|>", "<|startofprev|>", *NO_SPEECH)
-        return tuple(sorted(found | {self._pairs.names[name] for name in names if name in self._pairs.names}))
+        return tuple(sorted(suppressed | {self._pairs.names[name] for name in names if name in self._pairs.names}))
 
 
 SIGNS = (
