@@ -110,7 +110,7 @@ class CommandRunner:
     def install(self) -> None:
         """Install handlers that forward stop signals."""
         for number in stopping_signals():
-            signal.signal(number, self._pass_on)
+            signal.signal(number, self._forward_signal)
 
     @contextlib.contextmanager
     def forwarding_interrupts(self) -> Iterator[None]:
@@ -122,7 +122,7 @@ class CommandRunner:
             yield
             return
         # A handler, because KeyboardInterrupt may also be raised before the process is known or while it is joined.
-        before = signal.signal(signal.SIGINT, self._pass_on)
+        before = signal.signal(signal.SIGINT, self._forward_signal)
         try:
             yield
         finally:
@@ -163,7 +163,7 @@ class CommandRunner:
         # A negative code is the signal that ended the process; shells report 128 + signal.
         return Ended(code if code >= 0 else 128 - code, output, errors)
 
-    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+    def _forward_signal(self, number: int, _frame: FrameType | None) -> None:
         self._signal_number = self._signal_number or number
         if self._process is not None:
             self._process.send_signal(number)

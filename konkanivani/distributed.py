@@ -263,7 +263,7 @@ def sum_tensors(topology: Topology, tensors: Sequence[torch.Tensor], bucket: tor
     if topology.is_single_process:
         return
     with raise_rank_lost():
-        for group in _bucketfuls(tensors, bucket.numel()):
+        for group in _group_into_buckets(tensors, bucket.numel()):
             # A single tensor needs no copy into the bucket.
             if len(group) == 1 and group[0].is_contiguous():
                 dist.all_reduce(group[0])
@@ -284,7 +284,7 @@ def new_bucket(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return first.new_empty(min(sum(tensor.numel() for tensor in tensors), BUCKET_BYTES // first.element_size()))
 
 
-def _bucketfuls(tensors: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
+def _group_into_buckets(tensors: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
     """Group the tensors in order: at most `size` elements per group, or one larger tensor."""
     group: list[torch.Tensor] = []
     held = 0

@@ -116,7 +116,7 @@ def resolve(config: TrainConfig, amount: CorpusSize = UNLIMITED) -> TrainConfig:
         "first_epoch": "shortest_first" if amount.is_little and from_nothing else "shuffled",
         "epochs": round(min(most, max(fewest, TARGET_HOURS / max(amount.hours, 1e-9)))),
     }
-    return with_values(config, {name: chosen[name] for name in _left_open(config) if name in chosen})
+    return with_values(config, {name: chosen[name] for name in _undecided(config) if name in chosen})
 
 
 def _with_global_batch(data: DataConfig, utterances: int) -> DataConfig:
@@ -138,10 +138,10 @@ def decisions(before: TrainConfig, config: TrainConfig) -> str:
 def as_stored(config: TrainConfig, stored: TrainConfig, names: tuple[str, ...] = DECIDED) -> TrainConfig:
     """Return the configuration with the "auto" settings in `names` replaced by their values in `stored`."""
     stored_values = {setting.name: setting.value for setting in settings_of(stored)}
-    return with_values(config, {name: stored_values[name] for name in _left_open(config) if name in names})
+    return with_values(config, {name: stored_values[name] for name in _undecided(config) if name in names})
 
 
-def _left_open(config: TrainConfig) -> list[str]:
+def _undecided(config: TrainConfig) -> list[str]:
     return [setting.name for setting in settings_of(config) if setting.value == AUTO]
 
 
@@ -304,9 +304,9 @@ class CommandLine:
         is_other = "preset" in self.explicit and self.parsed.run.preset != stored.run.preset
         base = dataclasses.replace(stored, model=PRESETS[self.parsed.run.preset]) if is_other else stored
         # First drop the checkpoint's own --resume, --dry_run and so on, then apply the given flags.
-        base = _with_given(base, TrainConfig(), SESSION_FLAGS)
-        merged = _with_pinned_revision(_with_given(base, self.parsed, self.explicit), stored, self.explicit)
-        return _checked(as_stored(merged, stored), self.explicit, stored)
+        base = _override_explicit(base, TrainConfig(), SESSION_FLAGS)
+        merged = _with_pinned_revision(_override_explicit(base, self.parsed, self.explicit), stored, self.explicit)
+        return _check_all(as_stored(merged, stored), self.explicit, stored)
 
     def merge_into_init(self, stored: TrainConfig) -> TrainConfig:
         """Return the settings of a new run with the initial weights of a checkpoint.
@@ -321,7 +321,7 @@ class CommandLine:
                 base = dataclasses.replace(base, loss=dataclasses.replace(base.loss, ctc_weight=0.0))
         if not self.parsed.tuning.new_tokenizer:
             base = dataclasses.replace(base, text=stored.text)
-        return _checked(_with_given(base, self.parsed, self.explicit), self.explicit, stored=None)
+        return _check_all(_override_explicit(base, self.parsed, self.explicit), self.explicit, stored=None)
 
 
 def parse_args(arguments: list[str], description: str | None = None) -> CommandLine:
@@ -333,7 +333,7 @@ def parse_args(arguments: list[str], description: str | None = None) -> CommandL
     parsed = read_flags(TrainConfig, arguments, TrainConfig(), common=COMMON_FLAGS, description=description)
     base = defaults_beside(parsed)
     explicit = explicit_flags(arguments)
-    return CommandLine(_checked(_with_given(base, parsed, explicit), explicit, stored=None), parsed, explicit)
+    return CommandLine(_check_all(_override_explicit(base, parsed, explicit), explicit, stored=None), parsed, explicit)
 
 
 def explicit_flags(arguments: list[str]) -> frozenset[str]:
@@ -351,7 +351,7 @@ def defaults_beside(parsed: TrainConfig) -> TrainConfig:
     return base if parsed.pretrained.pretrained is None else with_values(base, PRETRAINED_DEFAULTS)
 
 
-def _with_given(base: TrainConfig, parsed: TrainConfig, explicit: Collection[str]) -> TrainConfig:
+def _override_explicit(base: TrainConfig, parsed: TrainConfig, explicit: Collection[str]) -> TrainConfig:
     return with_values(
         base, {setting.name: setting.value for setting in settings_of(parsed) if setting.name in explicit}
     )
@@ -372,7 +372,7 @@ def _with_pinned_revision(config: TrainConfig, stored: TrainConfig, explicit: Co
     return dataclasses.replace(config, pretrained=dataclasses.replace(requested, revision=revision))
 
 
-def _checked(config: TrainConfig, explicit: frozenset[str], stored: TrainConfig | None) -> TrainConfig:
+def _check_all(config: TrainConfig, explicit: frozenset[str], stored: TrainConfig | None) -> TrainConfig:
     """Return the configuration with its effective batch resolved; raise one UsageError that lists every problem."""
     problems = ErrorCollector()
     with problems.collect():
@@ -476,14 +476,14 @@ def _has_type(setting: Setting) -> bool:
     """Return whether a stored value has the type that its field declares."""
     declared = _declared_type(setting)
     kinds = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
-    return any(_is_of(setting.value, kind) for kind in kinds)
+    return any(_is_instance(setting.value, kind) for kind in kinds)
 
 
-def _is_of(value: object, kind: object) -> bool:
+def _is_instance(value: object, kind: object) -> bool:
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(_is_of(item, get_args(kind)[0]) for item in value)
+        return isinstance(value, tuple) and all(_is_instance(item, get_args(kind)[0]) for item in value)
     # bool is a subclass of int, so an int field would accept True.
     if isinstance(value, bool):
         return kind is bool

@@ -166,7 +166,7 @@ class Repository:
         Raises:
             Unreachable: The Hub does not answer; the cache may have what is needed.
         """
-        with quiet(), self._explained():
+        with quiet(), self._convert_errors():
             info = self.hub.HfApi().repo_info(
                 self.name, revision=self.revision, repo_type=self.kind, files_metadata=True, timeout=TIMEOUT
             )
@@ -178,7 +178,7 @@ class Repository:
                 for each in info.siblings or []
             ]
         if not isinstance(commit, str) or not is_commit(commit):
-            raise Unreachable(self._no_answer("its answer has no commit"))
+            raise Unreachable(self._no_answer_message("its answer has no commit"))
         for file in files:
             if not is_plain(file.name):
                 raise self.refused(f"its listing has the file name {file.name!r:.60}, which is outside of the folder")
@@ -196,7 +196,7 @@ class Repository:
         self._check_disk(missing)
         for file in missing:
             try:
-                with quiet(), _unwound_at_signals(), self._explained(file.name), self._locked():
+                with quiet(), _exit_cleanly_at_signals(), self._convert_errors(file.name), self._lock_folder():
                     if file.is_in(folder):  # another process has downloaded it meanwhile
                         continue
                     self._check_etag(commit, file)
@@ -209,11 +209,11 @@ class Repository:
     def discard_unverified(self) -> None:
         """Delete the files whose verification was cut short by SIGKILL or a crash of the system."""
         if any(self.folder.glob(f"{MARKER}*")):
-            with self._explained(), self._locked():
+            with self._convert_errors(), self._lock_folder():
                 pass
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _lock_folder(self) -> Iterator[None]:
         """Hold an exclusive lock of the repository's folder in the block, without unverified files at its begin."""
         self.folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.folder, os.O_RDONLY)
@@ -282,7 +282,7 @@ class Repository:
 
     # Errors.
 
-    def _explained(self, file: str | None = None) -> contextlib.AbstractContextManager[None]:
+    def _convert_errors(self, file: str | None = None) -> contextlib.AbstractContextManager[None]:
         return converting_errors(lambda error: self._explain(error, file))
 
     def _explain(self, error: Exception, file: str | None) -> Exception:
@@ -309,7 +309,7 @@ class Repository:
             case theirs.RemoteEntryNotFoundError():
                 return CheckpointError(f"{at} lists {file} but does not have it. Give another --revision.")
             case theirs.LocalEntryNotFoundError() | theirs.OfflineModeIsEnabled() | theirs.FileMetadataError():
-                return Unreachable(self._no_answer(root_reason(error)))
+                return Unreachable(self._no_answer_message(root_reason(error)))
             case theirs.HfHubHTTPError():
                 return self._explain_status(error.response.status_code)
         return self._explain_other(error, file)
@@ -324,7 +324,7 @@ class Repository:
             return UsageError(
                 f"There is no folder {self.name}, and no repository {self.name} on {self.endpoint}. Correct the name."
             )
-        return Unreachable(self._no_answer(f"HTTP {status}"))
+        return Unreachable(self._no_answer_message(f"HTTP {status}"))
 
     def _explain_other(self, error: Exception, file: str | None) -> Exception:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -341,10 +341,10 @@ class Repository:
         if isinstance(error, UnicodeError) or type(error).__name__ == "LocalProtocolError":
             return UsageError("HF_TOKEN, or the stored token, contains characters that are not allowed. Set it again.")
         if isinstance(error, ValueError):
-            return Unreachable(self._no_answer(FOREIGN_ANSWER))
-        return Unreachable(self._no_answer(root_reason(error), file))
+            return Unreachable(self._no_answer_message(FOREIGN_ANSWER))
+        return Unreachable(self._no_answer_message(root_reason(error), file))
 
-    def _no_answer(self, reason: str, file: str | None = None) -> str:
+    def _no_answer_message(self, reason: str, file: str | None = None) -> str:
         cut = f"the download of {file} from " if file else ""
         return (
             f"There is no folder {self.name}, and {cut}{self.endpoint} failed: {reason}. Check the network, or copy "
@@ -409,7 +409,7 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unwound_at_signals() -> Iterator[None]:
+def _exit_cleanly_at_signals() -> Iterator[None]:
     """Exit through the clean-up of the block at SIGTERM and SIGHUP, which else leave a temporary file of gigabytes.
 
     Handlers that are already installed stay.

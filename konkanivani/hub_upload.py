@@ -333,16 +333,16 @@ def _sentence(error: Exception, name: str, token: str) -> KonkaniVaniError:
         return ResourceError(f"The upload to {name} failed: {FOREIGN_ANSWER}. Check the connection and HF_ENDPOINT.")
     first = (str(error) or type(error).__name__).splitlines()[0]
     if isinstance(error, ValueError) and "README.md" in first:
-        return CheckpointError(f"The hub refuses the metadata of {CARD}: {_redacted(str(error), token)}. Correct it.")
+        return CheckpointError(f"The hub refuses the metadata of {CARD}: {_redact(str(error), token)}. Correct it.")
     return ResourceError(
-        f"The upload to {name} failed: {_redacted(first, token)} ({type(error).__name__}). Check the connection, and "
+        f"The upload to {name} failed: {_redact(first, token)} ({type(error).__name__}). Check the connection, and "
         "start again: files that were uploaded completely are not sent again."
     )
 
 
 def _refusal(status: int, message: str, name: str, token: str) -> KonkaniVaniError:
     """Return the error for an HTTP status of the hub."""
-    reason = f": {_redacted(message, token)}" if message else ""
+    reason = f": {_redact(message, token)}" if message else ""
     if status == 401:
         return UsageError(f"The hub does not accept the token (401){reason}. Create a new one, or run: hf auth login.")
     if status == 403:
@@ -359,7 +359,7 @@ def _refusal(status: int, message: str, name: str, token: str) -> KonkaniVaniErr
     return ResourceError(f"The hub could not process the upload to {name} ({status}){reason}. Start again later.")
 
 
-def _redacted(text: str, token: str) -> str:
+def _redact(text: str, token: str) -> str:
     """Return text on one line without the token."""
     hidden = text.replace(token, "<token>")
     return show_text(" ".join(hidden.split()), 300).rstrip(".")

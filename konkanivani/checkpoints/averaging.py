@@ -24,17 +24,19 @@ from konkanivani.rules import settings_of
 
 def differences(first: Checkpoint, second: Checkpoint) -> list[str]:
     """Return the names of all tensors and numbers that are not bitwise equal in two checkpoints."""
-    values = _values(first)
-    theirs = _values(second)
+    values = _state_values(first)
+    theirs = _state_values(second)
     names = sorted(values.keys() | theirs.keys())
-    return [name for name in names if not (name in values and name in theirs and _same(values[name], theirs[name]))]
+    return [
+        name for name in names if not (name in values and name in theirs and _is_identical(values[name], theirs[name]))
+    ]
 
 
-def _values(checkpoint: Checkpoint) -> dict[str, object]:
+def _state_values(checkpoint: Checkpoint) -> dict[str, object]:
     return {f"{part}/{name}": value for part, state in checkpoint.states.items() for name, value in state.items()}
 
 
-def _same(first: object, second: object) -> bool:
+def _is_identical(first: object, second: object) -> bool:
     if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
         return first == second
     same_kind = first.dtype == second.dtype and first.shape == second.shape
@@ -101,14 +103,14 @@ def average_checkpoints(checkpoints: Iterable[NamedCheckpoint], allow_different_
         # The first checkpoint's counters are kept to compare runs, not its weights.
         run = dataclasses.replace(named.checkpoint, states={PROGRESS: named.checkpoint.states.get(PROGRESS, {})})
         first_run = first_run or run
-        named = _model_alone(named)
+        named = _without_optimizer_state(named)
         model = model_weights(named.checkpoint)
         if first is None or newest is None:
             first = newest = named
             # Integer buffers are not averaged.
             sums = {name: tensor.double() for name, tensor in model.items() if tensor.is_floating_point()}
         else:
-            if reasons := _differences(first.checkpoint, named.checkpoint):
+            if reasons := _reasons_against_averaging(first.checkpoint, named.checkpoint):
                 raise CheckpointError(
                     f"{first.name} and {named.name} cannot be averaged: {'; '.join(reasons)}. Average checkpoints of "
                     "one run."
@@ -180,7 +182,7 @@ def is_name_of_a_run(path: str | Path) -> bool:
     return name in (LAST, PREVIOUS, BEST) or EPOCH_NAME.fullmatch(name) is not None
 
 
-def _model_alone(named: NamedCheckpoint) -> NamedCheckpoint:
+def _without_optimizer_state(named: NamedCheckpoint) -> NamedCheckpoint:
     """Return the checkpoint without its optimizer state, which is twice the size of the model."""
     model = named.checkpoint.states.get("model")
     if not model or not all(isinstance(tensor, torch.Tensor) for tensor in model.values()):
@@ -196,7 +198,7 @@ def _model_alone(named: NamedCheckpoint) -> NamedCheckpoint:
     return dataclasses.replace(named, checkpoint=dataclasses.replace(named.checkpoint, states=states))
 
 
-def _differences(first: Checkpoint, second: Checkpoint) -> list[str]:
+def _reasons_against_averaging(first: Checkpoint, second: Checkpoint) -> list[str]:
     """Return reasons not to average two models: different settings of the shape, tokens or tensors."""
     if first.states.get(PRETRAINED_STATE) != second.states.get(PRETRAINED_STATE):
         return ["they started from different models"]
@@ -211,10 +213,10 @@ def _differences(first: Checkpoint, second: Checkpoint) -> list[str]:
     ]
     if first.tokenizer != second.tokenizer or first.vocab_size != second.vocab_size:
         reasons.append(f"their tokenizers differ ({first.vocab_size} and {second.vocab_size} tokens)")
-    if not reasons and _shapes(first) != _shapes(second):
+    if not reasons and _shapes_and_dtypes(first) != _shapes_and_dtypes(second):
         reasons.append("their weights have different names, shapes or dtypes")
     return reasons
 
 
-def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def _shapes_and_dtypes(checkpoint: Checkpoint) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {name: (tensor.shape, tensor.dtype) for name, tensor in model_weights(checkpoint).items()}

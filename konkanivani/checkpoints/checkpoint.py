@@ -297,12 +297,12 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         raise
     except (OSError, MemoryError) as error:
         if isinstance(error, OSError) and error.errno in DAMAGE:
-            raise _damaged(path, error) from None
+            raise _damage_error(path, error) from None
         # The file may be valid, so the caller must not rename it to *.damaged.
         reason = error.strerror or error if isinstance(error, OSError) else "not enough memory"
         raise ResourceError(f"The checkpoint {path} cannot be read: {reason}. Fix that and start again.") from None
     except Exception as error:  # a damaged zip or pickle can raise nearly anything
-        raise _damaged(path, error) from None
+        raise _damage_error(path, error) from None
 
 
 def read_step(path: Path) -> int | None:
@@ -313,7 +313,7 @@ def read_step(path: Path) -> int | None:
         return None
 
 
-def _damaged(path: Path, error: Exception) -> CheckpointError:
+def _damage_error(path: Path, error: Exception) -> CheckpointError:
     reason = (str(error) or type(error).__name__).splitlines()[0]
     return CheckpointError(
         f"The checkpoint {path} is damaged or not a KonkaniVani checkpoint "

@@ -36,7 +36,7 @@ class Checkpointer:
 
     def has_checkpoints(self) -> bool:
         """Return whether a run has saved a checkpoint here, valid or not."""
-        return bool(self._candidates() or self._damaged())
+        return bool(self._candidates() or self._damaged_checkpoints())
 
     def save(self, checkpoint: Checkpoint, epoch: int | None = None, is_best: bool = False) -> Path:
         """Publish the checkpoint as checkpoint_last.pt, and optionally as epoch `epoch` and as the best one.
@@ -101,13 +101,13 @@ class Checkpointer:
         printed if the last checkpoint is missing or older than another, which happens if a write is lost with its
         machine or never reaches a cloud drive.
         """
-        damaged = len(self._damaged())
+        damaged = len(self._damaged_checkpoints())
         is_damaged = False
         for path in self._newest_first():
             try:
                 checkpoint = read_checkpoint(path)
                 if path.name != LAST and not is_damaged:
-                    say(self._late_write(path, checkpoint.step))
+                    say(self._late_write_message(path, checkpoint.step))
                 return path, checkpoint
             except OtherVersionError:
                 raise  # not damaged: renaming would hide it from the version that wrote it
@@ -144,7 +144,7 @@ class Checkpointer:
 
         return sorted(candidates, key=step_of, reverse=True)
 
-    def _late_write(self, path: Path, step: int) -> str:
+    def _late_write_message(self, path: Path, step: int) -> str:
         """Return a message with the reason for using `path` instead of the last checkpoint."""
         last = self.directory / LAST
         state = f"is of step {read_step(last)}" if last.is_file() else "is missing"
@@ -236,7 +236,7 @@ class Checkpointer:
         named = [self.directory / LAST, self.directory / PREVIOUS, *epochs_in(self.directory), self.directory / BEST]
         return [path for path in named if path.is_file()]
 
-    def _damaged(self) -> list[Path]:
+    def _damaged_checkpoints(self) -> list[Path]:
         """Return the damaged checkpoints that were renamed; a folder with only these does not count as empty."""
         return sorted(self.directory.glob("checkpoint_*.damaged"))
 

@@ -56,7 +56,7 @@ class RunLock:
 
     def errors_explained(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager that turns an OSError in the folder into a ResourceError that names it."""
-        return _explained(self.path.parent, self._use)
+        return _explain_lock_error(self.path.parent, self._use)
 
 
 @contextlib.contextmanager
@@ -81,12 +81,12 @@ def check_nobody_works(directory: str | Path, use: FolderUse = TRAINING) -> None
     if not os.path.exists(path):
         return
     # Opened for writing, because lockf needs it for an exclusive lock. Closing the file releases the lock.
-    with _explained(directory, use), open(path, "r+", encoding="utf-8", errors="surrogateescape") as file:
+    with _explain_lock_error(directory, use), open(path, "r+", encoding="utf-8", errors="surrogateescape") as file:
         _lock(file, directory, use)
 
 
 @contextlib.contextmanager
-def _explained(directory: str | Path, use: FolderUse) -> Iterator[None]:
+def _explain_lock_error(directory: str | Path, use: FolderUse) -> Iterator[None]:
     try:
         yield
     except OSError as error:

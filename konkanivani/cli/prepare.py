@@ -71,13 +71,13 @@ def _next_step(report: PreparationReport, output: Path) -> list[str]:
 
 def _run_name(output: Path) -> str:
     """Return a run name from the output folder; a common folder name is prefixed with its parent's name."""
-    *_, parent, name = ("", "", *(_plain(part) for part in Path(os.path.abspath(output)).parts))
+    *_, parent, name = ("", "", *(_file_name_of(part) for part in Path(os.path.abspath(output)).parts))
     if name.lower() in COMMON_NAMES:
         name = "-".join(filter(None, (parent, name)))
     return name or parent or "mine"
 
 
-def _plain(part: str) -> str:
+def _file_name_of(part: str) -> str:
     """Return the name with only letters, digits, marks, `.`, `_` and `-`; a vowel sign belongs to its letter."""
     # L letters, M combining marks such as vowel signs, N digits.
     letters = (c if c in "._" or unicodedata.category(c)[0] in "LMN" else "-" for c in part)

@@ -381,17 +381,21 @@ def find_leaks(utterances: list[CheckedUtterance]) -> tuple[Leak, ...]:
         DataError: If audio can no longer be read.
     """
     with explained(DataError, "Audio that was readable before can no longer be read", "Start again."):
-        audio = _leak("audio", _same_audio(utterances))
-    speakers = _shared((u.utterance.speaker, u) for u in utterances if u.utterance.speaker)
-    return audio, _leak("speaker", speakers), _leak("sentence", _shared((u.sentence, u) for u in utterances))
+        audio = _make_leak("audio", _find_shared_audio(utterances))
+    speakers = _find_shared_names((u.utterance.speaker, u) for u in utterances if u.utterance.speaker)
+    return (
+        audio,
+        _make_leak("speaker", speakers),
+        _make_leak("sentence", _find_shared_names((u.sentence, u) for u in utterances)),
+    )
 
 
-def _leak(kind: str, descriptions: Iterable[str]) -> Leak:
+def _make_leak(kind: str, descriptions: Iterable[str]) -> Leak:
     listed = list(descriptions)
     return Leak(kind, len(listed), tuple(printable(example) for example in listed[:MAX_EXAMPLES]))
 
 
-def _shared(named: Iterable[tuple[str, CheckedUtterance]]) -> Iterator[str]:
+def _find_shared_names(named: Iterable[tuple[str, CheckedUtterance]]) -> Iterator[str]:
     """Yield a description of each name that occurs in two splits, with the first utterance in each."""
     firsts: dict[str, dict[str, CheckedUtterance]] = {}
     for name, utterance in named:
@@ -402,25 +406,25 @@ def _shared(named: Iterable[tuple[str, CheckedUtterance]]) -> Iterator[str]:
             yield f"{short}: " + "; ".join(f"{split} ({first.where})" for split, first in sorted(by_split.items()))
 
 
-def _same_audio(utterances: list[CheckedUtterance]) -> Iterator[str]:
+def _find_shared_audio(utterances: list[CheckedUtterance]) -> Iterator[str]:
     """Yield a description of each utterance that shares audio with an earlier one in another split."""
     by_recording: dict[AudioSource, list[CheckedUtterance]] = {}
     for checked in utterances:
         utterance = checked.utterance
         recording = AudioSource(utterance.audio_path, utterance.byte_offset, utterance.byte_count)
         by_recording.setdefault(recording, []).append(checked)
-    for recordings in _same_bytes(by_recording):
+    for recordings in _group_by_content(by_recording):
         same_audio = [checked for recording in recordings for checked in by_recording[recording]]
         if len({checked.split for checked in same_audio}) > 1:
-            yield from _overlaps(same_audio)
+            yield from _find_overlaps(same_audio)
 
 
-def _same_bytes(by_recording: dict[AudioSource, list[CheckedUtterance]]) -> Iterator[list[AudioSource]]:
+def _group_by_content(by_recording: dict[AudioSource, list[CheckedUtterance]]) -> Iterator[list[AudioSource]]:
     """Yield groups of recordings with identical bytes.
 
     Only recordings of equal size are read, and only if they are in two splits.
     """
-    for _, sized in groupby(sorted(by_recording, key=_size), key=_size):
+    for _, sized in groupby(sorted(by_recording, key=_byte_size), key=_byte_size):
         same_size = list(sized)
         splits = {checked.split for recording in same_size for checked in by_recording[recording]}
         if len(same_size) == 1 or len(splits) == 1:
@@ -433,11 +437,11 @@ def _same_bytes(by_recording: dict[AudioSource, list[CheckedUtterance]]) -> Iter
             yield from alike.values()
 
 
-def _size(recording: AudioSource) -> int:
+def _byte_size(recording: AudioSource) -> int:
     return recording.byte_count or os.path.getsize(recording.path)
 
 
-def _overlaps(utterances: list[CheckedUtterance]) -> Iterator[str]:
+def _find_overlaps(utterances: list[CheckedUtterance]) -> Iterator[str]:
     # Sweep in order of start: by split and channel, the latest end of all utterances that started before.
     latest_ends: dict[tuple[str, int | None], CheckedUtterance] = {}
     for checked in sorted(utterances, key=lambda utterance: utterance.start):

@@ -67,16 +67,16 @@ def find_all(health: CorpusHealth, refusals: tuple[str, ...], config: TrainConfi
     most_rejected = parse_share(config.data.max_rejected, "--max_rejected")
     findings = [Finding("error", refusal, "") for refusal in refusals]
     for part in health.parts:
-        findings += _of_rows(part, most_rejected)
-        findings += _of_speakers(part)
-        findings += _of_rates(part)
+        findings += _row_findings(part, most_rejected)
+        findings += _speaker_findings(part)
+        findings += _rate_findings(part)
         if part.sound:
-            findings += _of_sound(part, part.sound, most_rejected)
-        findings += _of_size(part)
-    findings += _of_recordings(health)
+            findings += _sound_findings(part, part.sound, most_rejected)
+        findings += _size_findings(part)
+    findings += _recording_findings(health)
     for crossing in health.crossings:
-        findings += _of_crossing(crossing, health)
-    findings += _of_characters(health.characters, config)
+        findings += _overlap_findings(crossing, health)
+    findings += _character_findings(health.characters, config)
     order = ("error", "warning", "note")
     # sorted() is stable: within a severity, findings stay in the order above.
     return tuple(sorted(findings, key=lambda finding: order.index(finding.severity)))
@@ -95,27 +95,27 @@ def reach_verdict(health: CorpusHealth, findings: tuple[Finding, ...]) -> Verdic
     return Verdict(True, f"Can be trained: yes, {usable}{look}.")
 
 
-def _first(listed: Listed) -> str:
+def _first_example(listed: Listed) -> str:
     """Return the location and problem of the first example, to be appended to a sentence."""
     worst = listed.examples[0]
     return f"{worst.place}: {worst.detail}"
 
 
-def _rows(part: PartHealth) -> int:
+def _row_count(part: PartHealth) -> int:
     """Return the number of rows in the manifest, from which the share of broken rows is computed."""
     return part.utterances + part.broken.count
 
 
-def _of_rows(part: PartHealth, most_rejected: float) -> Iterator[Finding]:
+def _row_findings(part: PartHealth, most_rejected: float) -> Iterator[Finding]:
     name = short_name(part.path)
     limited = part.rejected.count - part.empty.count
     # The trainer counts empty transcripts as broken rows, too.
     broken = part.broken.count + part.empty.count
-    rows = _rows(part)
+    rows = _row_count(part)
     if broken:
         too_many = broken > most_rejected * rows
         allowed = f", more than --max_rejected {100 * most_rejected:g}%" if too_many else ""
-        first = _first(part.broken if part.broken.count else part.empty)
+        first = _first_example(part.broken if part.broken.count else part.empty)
         yield Finding(
             "error" if too_many else "warning",
             f"{name}: {count(broken, 'row', 'is/are')} broken ({100 * broken / rows:.3g} %{allowed}): {first}.",
@@ -137,19 +137,20 @@ def _of_rows(part: PartHealth, most_rejected: float) -> Iterator[Finding]:
     if part.repeated_rows.count:
         yield warning(
             f"{name} lists {count(part.repeated_rows.count, 'recording')} more than once "
-            f"({_first(part.repeated_rows)}).",
+            f"({_first_example(part.repeated_rows)}).",
             "Remove the duplicate rows.",
         )
     # A duplicate row also has duplicate audio; report it once.
     copies = part.repeated_audio.count - part.repeated_rows.count
     if copies > 0:
         yield warning(
-            f"{name}: {count(copies, 'file', 'is/are')} identical to another file ({_first(part.repeated_audio)}).",
+            f"{name}: {count(copies, 'file', 'is/are')} identical to another file "
+            f"({_first_example(part.repeated_audio)}).",
             "Keep one row per recording; check that their transcripts agree.",
         )
 
 
-def _of_speakers(part: PartHealth) -> Iterator[Finding]:
+def _speaker_findings(part: PartHealth) -> Iterator[Finding]:
     name = short_name(part.path)
     speakers = part.speakers
     if not speakers.count:
@@ -172,7 +173,7 @@ def _of_speakers(part: PartHealth) -> Iterator[Finding]:
         )
 
 
-def _of_rates(part: PartHealth) -> Iterator[Finding]:
+def _rate_findings(part: PartHealth) -> Iterator[Finding]:
     unusual = part.rates.unusual
     if unusual.count:
         yield warning(
@@ -182,13 +183,13 @@ def _of_rates(part: PartHealth) -> Iterator[Finding]:
         )
 
 
-def _of_sound(part: PartHealth, sound: SoundHealth, most_rejected: float) -> Iterator[Finding]:
+def _sound_findings(part: PartHealth, sound: SoundHealth, most_rejected: float) -> Iterator[Finding]:
     name = short_name(part.path)
     # Extrapolate from the sample to all utterances; the trainer adds these to the broken rows.
     left_out = part.utterances * sound.left_out / max(sound.asked, 1)
     broken = part.broken.count + part.empty.count + left_out
-    rows = _rows(part)
-    # Without unusable audio, too many broken rows are already an error of `_of_rows`.
+    rows = _row_count(part)
+    # Without unusable audio, too many broken rows are already an error of `_row_findings`.
     too_many = left_out > 0 and broken > most_rejected * rows
     # Exact only if all recordings were sampled.
     share = f"{'' if sound.asked == part.utterances else 'about '}{100 * broken / rows:.3g} %"
@@ -198,25 +199,25 @@ def _of_sound(part: PartHealth, sound: SoundHealth, most_rejected: float) -> Ite
     if sound.unreadable.count:
         yield left_out_finding(
             f"{name}: {sound.unreadable.count} of {sound.asked} sampled recordings cannot be read "
-            f"({_first(sound.unreadable)}){allowed}.",
+            f"({_first_example(sound.unreadable)}){allowed}.",
             "Training skips them, up to --max_rejected. --audio_utterances checks more of them.",
         )
     if sound.deviating.count:
         yield left_out_finding(
             f"{name}: {sound.deviating.count} of {sound.decoded} recordings are shorter or longer than their "
-            f"rows state, so training skips them ({_first(sound.deviating)}){allowed}.",
+            f"rows state, so training skips them ({_first_example(sound.deviating)}){allowed}.",
             "Correct the durations in the manifest.",
         )
     if sound.mute.count:
         yield warning(
             f"{name}: {sound.mute.count} of {sound.decoded} recordings {is_or_are(sound.mute.count)} empty "
-            f"({_first(sound.mute)}).",
+            f"({_first_example(sound.mute)}).",
             "Record them again, or remove the rows.",
         )
-    yield from _of_levels(name, sound)
+    yield from _level_findings(name, sound)
 
 
-def _of_levels(name: str, sound: SoundHealth) -> Iterator[Finding]:
+def _level_findings(name: str, sound: SoundHealth) -> Iterator[Finding]:
     speakers = [f"{speaker.name} ({speaker.level:.0f})" for speaker in sound.speaker_levels if speaker.level < QUIET]
     quiet = f"quieter than {QUIET:g} dBFS" + (f", mainly {', '.join(speakers[:5])}" if speakers else "")
     filtered = "Check the microphone or the sound card; a high-pass filter removes the offset."
@@ -236,12 +237,12 @@ def _of_levels(name: str, sound: SoundHealth) -> Iterator[Finding]:
             yield Finding(
                 "warning" if share > OFTEN else "note",
                 f"{name}: {listed.count} of {sound.decoded} recordings {is_or_are(listed.count)} {problem} "
-                f"({_first(listed)}).",
+                f"({_first_example(listed)}).",
                 remedy,
             )
 
 
-def _of_recordings(health: CorpusHealth) -> Iterator[Finding]:
+def _recording_findings(health: CorpusHealth) -> Iterator[Finding]:
     """Yield findings from the comparison of all manifests' recordings with the training set."""
     with_sound = [(part, part.sound) for part in health.parts if part.sound and part.sound.decoded]
     rates = sorted({int(tally.name) for _, sound in with_sound for tally in sound.rates})
@@ -269,7 +270,7 @@ def _of_recordings(health: CorpusHealth) -> Iterator[Finding]:
             )
 
 
-def _of_size(part: PartHealth) -> Iterator[Finding]:
+def _size_findings(part: PartHealth) -> Iterator[Finding]:
     name = short_name(part.path)
     if part.is_training and 0 < part.usable_hours < FEW_HOURS:
         yield warning(
@@ -284,7 +285,7 @@ def _of_size(part: PartHealth) -> Iterator[Finding]:
     elif part.repeated_sentences.count > OFTEN * part.utterances:
         yield note(
             f"{name}: {count(part.repeated_sentences.count, 'utterance', 'repeats/repeat')} a sentence "
-            f"({_first(part.repeated_sentences)}).",
+            f"({_first_example(part.repeated_sentences)}).",
             "That is fine if different speakers say them.",
         )
     if not part.is_training and 0 < part.words < FEW_WORDS:
@@ -299,7 +300,7 @@ def _of_size(part: PartHealth) -> Iterator[Finding]:
         )
 
 
-def _of_crossing(crossing: PartOverlap, health: CorpusHealth) -> Iterator[Finding]:
+def _overlap_findings(crossing: PartOverlap, health: CorpusHealth) -> Iterator[Finding]:
     first = short_name(crossing.first)
     second = short_name(crossing.second)
     total = next(part.utterances for part in health.parts if part.path == crossing.second)
@@ -309,7 +310,7 @@ def _of_crossing(crossing: PartOverlap, health: CorpusHealth) -> Iterator[Findin
     if audio.count:
         yield graver(
             f"{count(audio.count, 'recording')} of {second} {is_or_are(audio.count)} also in {first} "
-            f"({_first(audio)}).",
+            f"({_first_example(audio)}).",
             "A score on training data is meaningless: remove them from one of the two.",
         )
     if crossing.speakers:
@@ -321,7 +322,7 @@ def _of_crossing(crossing: PartOverlap, health: CorpusHealth) -> Iterator[Findin
     if crossing.sentences.count and (crossing.with_training or crossing.sentences.count > OFTEN * total):
         yield milder(
             f"{crossing.sentences.count} of {count(total, 'utterance')} of {second} have a sentence that is "
-            f"also in {first} ({_first(crossing.sentences)}).",
+            f"also in {first} ({_first_example(crossing.sentences)}).",
             "The model may have memorised them: use different sentences in each manifest, if possible.",
         )
     if crossing.with_training and crossing.unknown_characters:
@@ -332,8 +333,8 @@ def _of_crossing(crossing: PartOverlap, health: CorpusHealth) -> Iterator[Findin
         )
 
 
-def _of_characters(text: CharacterHealth, config: TrainConfig) -> Iterator[Finding]:
-    yield from _of_marked_characters(text)
+def _character_findings(text: CharacterHealth, config: TrainConfig) -> Iterator[Finding]:
+    yield from _marked_character_findings(text)
     if text.mixed_word_count:
         word = text.mixed_words[0]
         yield warning(
@@ -358,7 +359,7 @@ def _of_characters(text: CharacterHealth, config: TrainConfig) -> Iterator[Findi
         )
 
 
-def _of_marked_characters(text: CharacterHealth) -> Iterator[Finding]:
+def _marked_character_findings(text: CharacterHealth) -> Iterator[Finding]:
     foreign = f"of another script than {text.script.capitalize()}"
     checks = (
         ("foreign script", foreign, "Use the script of the other transcripts, or remove them."),
@@ -368,11 +369,11 @@ def _of_marked_characters(text: CharacterHealth) -> Iterator[Finding]:
     for mark, problem, remedy in checks:
         marked = [character for character in text.inventory if mark in character.marks]
         if marked:
-            shown = ", ".join(f"{_shown(c.code)}U+{c.code:04X} {c.name}" for c in marked[:4])
+            shown = ", ".join(f"{_visible_character(c.code)}U+{c.code:04X} {c.name}" for c in marked[:4])
             more = f" and {len(marked) - 4} more" if len(marked) > 4 else ""
             yield warning(f"{count(len(marked), 'character', 'is/are')} {problem}: {shown}{more}.", remedy)
 
 
-def _shown(code: int) -> str:
+def _visible_character(code: int) -> str:
     """Return the character and a space, to precede its code point; "" if it is not visible."""
     return f"{chr(code)} " if chr(code).isprintable() and not chr(code).isspace() else ""

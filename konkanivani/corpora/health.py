@@ -278,19 +278,19 @@ def _measure_part(part: CorpusPart, rows: RowNumbers, request: HealthRequest) ->
         rates=_measure_rates(part, rows),
         speakers=_measure_speakers(rows),
         formats=tallies(rows.formats),
-        broken=Listed(len(part.broken), tuple(_broken(row) for row in part.broken[:MAX_EXAMPLES])),
+        broken=Listed(len(part.broken), tuple(_broken_example(row) for row in part.broken[:MAX_EXAMPLES])),
         empty=Listed(rows.characters.count(0), tuple(rows.empty)),
         rejected=Listed(int((~usable).sum()), tuple(rows.rejected)),
         reasons=tallies(rows.reasons),
-        repeated_sentences=_listed(part, part, repeats_within(sentences, MAX_EXAMPLES)),
-        repeated_audio=_listed(part, part, repeats_within(rows.audio, MAX_EXAMPLES)),
-        repeated_rows=_listed(part, part, repeats_within(np.array(rows.places), MAX_EXAMPLES)),
+        repeated_sentences=_list_repeats(part, part, repeats_within(sentences, MAX_EXAMPLES)),
+        repeated_audio=_list_repeats(part, part, repeats_within(rows.audio, MAX_EXAMPLES)),
+        repeated_rows=_list_repeats(part, part, repeats_within(np.array(rows.places), MAX_EXAMPLES)),
         sound=measure_sound(rows.chosen) if request.audio_utterances else None,
         epoch=_measure_epoch(seconds[usable], request.config) if part.is_training and usable.any() else None,
     )
 
 
-def _broken(row: BrokenRow) -> ExampleRow:
+def _broken_example(row: BrokenRow) -> ExampleRow:
     return ExampleRow(row.row, show_text(row.audio_filepath), "", show_text(row.reason, 300))
 
 
@@ -350,7 +350,7 @@ def _measure_speakers(rows: RowNumbers) -> SpeakerHealth:
     )
 
 
-def _listed(first: CorpusPart, second: CorpusPart, pairing: Pairing) -> Listed:
+def _list_repeats(first: CorpusPart, second: CorpusPart, pairing: Pairing) -> Listed:
     """Return the repeated rows of `second`, each with the row of `first` that it repeats."""
     left = fetch(first.rows, (a for a, _ in pairing.pairs))
     right = fetch(second.rows, (b for _, b in pairing.pairs))
@@ -371,8 +371,8 @@ def _measure_crossing(first: tuple[CorpusPart, RowNumbers], second: tuple[Corpus
         first=first_part.path,
         second=second_part.path,
         with_training=first_part.is_training or second_part.is_training,
-        sentences=_listed(first_part, second_part, sentences),
-        audio=_listed(first_part, second_part, audio),
+        sentences=_list_repeats(first_part, second_part, sentences),
+        audio=_list_repeats(first_part, second_part, audio),
         speakers=len(shared),
         shared_speakers=tuple(show_text(name, 40) for name in shared[:MAX_EXAMPLES]),
         unknown_characters=tallies(unknown),

@@ -119,7 +119,7 @@ def _facts(part: PartHealth) -> Iterator[Fact]:
     most += f"; {count(speakers.unnamed, 'row')} without a label" if speakers.unnamed else ""
     yield Fact("speakers", f"{speakers.count:,}", most if speakers.count else "no speaker labels")
     yield Fact("sentences", f"{part.sentences:,}", f"different; {part.words:,} words")
-    yield Fact("files", _tallied(part.formats))
+    yield Fact("files", _tally_words(part.formats))
     if epoch:
         window = f"{epoch.window_size} utterances, {epoch.window_seconds:.0f} s each"
         yield Fact("steps per epoch", f"{epoch.steps:,}", window)
@@ -132,8 +132,8 @@ def _sound_facts(sound: SoundHealth) -> Iterator[Fact]:
     yield Fact("recordings decoded", f"{sound.decoded}", f"of {sound.asked} sampled")
     if not sound.decoded:  # the statistics below are undefined
         return
-    yield Fact("sample rates", _tallied(sound.rates, " Hz"))
-    yield Fact("channels", _tallied(sound.channels))
+    yield Fact("sample rates", _tally_words(sound.rates, " Hz"))
+    yield Fact("channels", _tally_words(sound.channels))
     quietest = ", ".join(f"{speaker.name} {speaker.level:.0f}" for speaker in sound.speaker_levels[:MOST_SPEAKERS])
     more = f"; quietest speakers: {quietest}" if len(sound.speaker_levels) > 1 else ""
     yield Fact("level", f"{sound.median_level:.1f} dBFS", f"median{more}")
@@ -232,7 +232,7 @@ def _code_points(codes: Iterable[int]) -> str:
     return " ".join(f"U+{code:04X}" for code in codes)
 
 
-def _tallied(counted: tuple[Tally, ...], unit: str = "") -> str:
+def _tally_words(counted: tuple[Tally, ...], unit: str = "") -> str:
     if len(counted) == 1:
         return f"{counted[0].name}{unit}"
     return ", ".join(f"{tally.name}{unit} ({tally.count:,})" for tally in counted) or "none"

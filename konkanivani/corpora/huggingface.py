@@ -72,7 +72,7 @@ def find_huggingface_utterances(source: SpeechFolder) -> Found:
         rows = iter(part.rows)
         # Advance by hand, so that the guard covers reading a row, but not writing its audio.
         for number in count(1):
-            with _guarded(f"{part.path} cannot be read completely", "Download it again."):
+            with _convert_reader_errors(f"{part.path} cannot be read completely", "Download it again."):
                 row = next(rows, None)
             if row is None:
                 break
@@ -80,7 +80,7 @@ def find_huggingface_utterances(source: SpeechFolder) -> Found:
 
 
 @contextmanager
-def _guarded(failure: str, advice: str) -> Iterator[None]:
+def _convert_reader_errors(failure: str, advice: str) -> Iterator[None]:
     """Convert any exception of pyarrow, json or datasets, which they raise on foreign files, into a DataError."""
     try:
         yield
@@ -118,7 +118,7 @@ def _saved_parts(source: SpeechFolder) -> Iterator[DatasetPart]:
     with _installed():
         import datasets
 
-    with _guarded(f"{source.path} cannot be loaded as a saved data set", "Save it again."):
+    with _convert_reader_errors(f"{source.path} cannot be loaded as a saved data set", "Save it again."):
         loaded = datasets.load_from_disk(str(source.path))
     splits = loaded.items() if isinstance(loaded, datasets.DatasetDict) else [("", loaded)]
     for name, table in splits:
@@ -137,7 +137,7 @@ def _parquet_parts(source: SpeechFolder) -> Iterator[DatasetPart]:
 
     tables = (path for path in visible_files(source.path) if path.name.endswith(".parquet"))
     for path in sorted(path for path in tables if path.is_file()):
-        with _guarded(f"{path} cannot be read as Parquet", "Download it again."):
+        with _convert_reader_errors(f"{path} cannot be read as Parquet", "Download it again."):
             file = pyarrow.parquet.ParquetFile(path)
         # The file's name (train-00000-of-…) counts before its folders, the innermost first.
         split = split_of_path(reversed(path.relative_to(source.path).parts))
@@ -245,7 +245,7 @@ def locate_dataset(dataset: DatasetName) -> Tables:
     check_revision(dataset.revision)
     repository = Repository(dataset.name, dataset.revision or MAIN, "dataset")
     return repository.from_cache_or_hub(
-        lambda: _remembered(repository, dataset), lambda: _download_tables(repository, dataset)
+        lambda: _read_record(repository, dataset), lambda: _download_tables(repository, dataset)
     )
 
 
@@ -256,7 +256,7 @@ def _download_tables(repository: Repository, dataset: DatasetName) -> Tables:
     names = {link: file.name for link, file in chosen.items()}
     tables = _tables(repository, dataset, listing.commit, names)
     for revision in {dataset.revision, listing.commit}:
-        _remember(DatasetName(dataset.name, dataset.config, revision), listing.commit, names)
+        _write_record(DatasetName(dataset.name, dataset.config, revision), listing.commit, names)
     return tables
 
 
@@ -264,16 +264,16 @@ def _choose(repository: Repository, dataset: DatasetName) -> tuple[Repository, L
     """Return the repository, its listing, and the Parquet files of the configuration by the path of their link."""
     listing = repository.listing()
     declared = _declared_configs(listing.configs)
-    chosen = _of_config(repository, listing, declared, dataset.config)
+    chosen = _files_of_config(repository, listing, declared, dataset.config)
     if not chosen and dataset.revision is None:
         with contextlib.suppress(UsageError):  # the Hub has not converted this data set
             converted = Repository(dataset.name, CONVERTED, "dataset")
             listing = converted.listing()
             declared = {_first_folder(name): [] for name in _parquet(listing) if "/" in name}
-            chosen = _of_config(converted, listing, {}, dataset.config or _only(declared))
+            chosen = _files_of_config(converted, listing, {}, dataset.config or _default_config(declared))
             repository = converted
     if not chosen:
-        raise _no_tables(repository, dataset, sorted(declared))
+        raise _no_tables_error(repository, dataset, sorted(declared))
     partial = [name for name in chosen if any(part.startswith(PARTIAL) for part in Path(name).parts)]
     if partial:
         raise repository.refused(f"the hub has converted only a part of it ({partial[0]})", "Download it by hand")
@@ -288,7 +288,7 @@ def _first_folder(name: str) -> str:
     return name.partition("/")[0]
 
 
-def _only(names: Mapping[str, object]) -> str:
+def _default_config(names: Mapping[str, object]) -> str:
     """Return the configuration to use if none is given: the only one, or "default"."""
     return next(iter(names)) if len(names) == 1 else "default"
 
@@ -317,12 +317,12 @@ def _patterns(data_files: object, split: str) -> list[tuple[str, str]]:
     return []
 
 
-def _of_config(
+def _files_of_config(
     repository: Repository, listing: Listing, declared: Mapping[str, list[tuple[str, str]]], config: str
 ) -> dict[str, RemoteFile]:
     """Return the Parquet files of a configuration, each in a folder of its declared split."""
     names = _parquet(listing)
-    config = config or (_only(declared) if declared else "")
+    config = config or (_default_config(declared) if declared else "")
     if declared.get(config):
         pairs = declared[config]
         split_by_name = {name: split for split, pattern in pairs for name in names if _matches(name, pattern)}
@@ -361,7 +361,7 @@ def _belongs_to(name: str, config: str) -> bool:
     return config in folders or file.startswith((f"{config}-", f"{config}."))
 
 
-def _no_tables(repository: Repository, dataset: DatasetName, configs: list[str]) -> UsageError:
+def _no_tables_error(repository: Repository, dataset: DatasetName, configs: list[str]) -> UsageError:
     at = f"{dataset.name} on {repository.endpoint}"
     if configs and dataset.config not in configs:
         more = ", ..." if len(configs) > MAX_NAMED else ""
@@ -379,14 +379,14 @@ def _no_tables(repository: Repository, dataset: DatasetName, configs: list[str])
 # Memory of which files a configuration has, for use without a network.
 
 
-def _memory(dataset: DatasetName) -> Path | None:
+def _record_path(dataset: DatasetName) -> Path | None:
     folder = cache_folder()
     key = hashlib.sha256(repr(dataset).encode()).hexdigest()
     return None if folder is None else folder / "hub" / f"{key}.json"
 
 
-def _remember(dataset: DatasetName, commit: str, names: Mapping[str, str]) -> None:
-    path = _memory(dataset)
+def _write_record(dataset: DatasetName, commit: str, names: Mapping[str, str]) -> None:
+    path = _record_path(dataset)
     with contextlib.suppress(OSError):  # only for later use without a network
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -394,9 +394,9 @@ def _remember(dataset: DatasetName, commit: str, names: Mapping[str, str]) -> No
                 partial.write_text(json.dumps({"commit": commit, "files": dict(names)}), encoding="utf-8")
 
 
-def _remembered(repository: Repository, dataset: DatasetName) -> Tables | None:
+def _read_record(repository: Repository, dataset: DatasetName) -> Tables | None:
     """Return the files that an earlier call has chosen, or None unless all are in the cache."""
-    path = _memory(dataset)
+    path = _record_path(dataset)
     if path is None:
         return None
     try:

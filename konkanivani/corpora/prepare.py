@@ -159,7 +159,7 @@ def prepare_corpus(task: Preparation) -> PreparationReport:
         if (dataset := _remote_dataset(named_task)) is not None:
             tables = locate_dataset(dataset)
             # Links, since the folder in the cache may contain files of other configurations.
-            with _explained(named_task.output):
+            with _convert_write_errors(named_task.output):
                 tables.link_into(staged / TABLES)
             task = replace(named_task, source=staged / TABLES)
             named_task = replace(named_task, source=Path(tables.label))
@@ -167,30 +167,30 @@ def prepare_corpus(task: Preparation) -> PreparationReport:
         source = SpeechFolder(task.source, task.table, *columns, staged / AUDIO, task.root, task.channel_column)
         output = task.output.resolve()
         roots = AudioRoots(task.root.resolve(), output, source.embedded_audio, output / AUDIO)
-        with _shown_as(task.source, named_task.source):
+        with _replace_folder_in_errors(task.source, named_task.source):
             corpus = read_corpus(_with_progress(READERS[task.format](source), named_task), roots)
         split_by = resolve_split_by(task.split_by, corpus, str(named_task.source))
         if split_by == "given":
             refuse_without_split(corpus)
-        with _explained(task.output):
-            write_json_lines(staged / REJECTED, (asdict(_printable(row)) for row in corpus.refused))
+        with _convert_write_errors(task.output):
+            write_json_lines(staged / REJECTED, (asdict(_printable_row(row)) for row in corpus.refused))
         try:
             _check_damage(named_task, corpus, most_rejected)
         except DataError:
             if _first_unexpected(corpus):  # the message refers to rejected.jsonl
-                with _explained(task.output):
+                with _convert_write_errors(task.output):
                     os.replace(staged / REJECTED, task.output / REJECTED)
             raise
         drawn = draw(corpus, split_by, shares, task.seed, str(named_task.source))
         report = _report(named_task, split_by, drawn, corpus.refused)
-        with _explained(task.output):
+        with _convert_write_errors(task.output):
             os.replace(staged / REJECTED, task.output / REJECTED)
             _publish(task, staged, drawn.utterances, report)
     return report
 
 
 @contextlib.contextmanager
-def _shown_as(folder: Path, source: Path) -> Iterator[None]:
+def _replace_folder_in_errors(folder: Path, source: Path) -> Iterator[None]:
     """Name `source` in errors instead of `folder`, which may be a temporary folder of links."""
     try:
         yield
@@ -259,7 +259,7 @@ def _check_damage(task: Preparation, corpus: Corpus, most_rejected: float) -> No
         raise DataError(
             f"{task.source} contains no utterance in the format {task.format}. Check --format and --source."
         )
-    first = _printable(first)
+    first = _printable_row(first)
     listed = ", ".join(f"{count.rows} {count.kind}" for count in _counts(corpus.refused))
     raise DataError(
         f"No manifest was written: {corpus.damage:.1%} of the rows of {task.source} are unusable ({listed}), "
@@ -273,7 +273,7 @@ def _first_unexpected(corpus: Corpus) -> RefusedRow | None:
     return next((row for row in corpus.refused if not row.is_expected), None)
 
 
-def _printable(row: RefusedRow) -> RefusedRow:
+def _printable_row(row: RefusedRow) -> RefusedRow:
     return replace(
         row, file=printable(row.file), reason=printable(row.reason), audio_filepath=printable(row.audio_filepath)
     )
@@ -317,13 +317,13 @@ def _staging(task: Preparation) -> Iterator[Path]:
     # In the output folder, so that it is on the same file system and os.replace is atomic.
     staged = output.resolve() / ".prepare.partial"
     with without_empty_folders([output.absolute()]), contextlib.ExitStack() as held:
-        with _explained(output):
+        with _convert_write_errors(output):
             output.mkdir(parents=True, exist_ok=True)
             # Held to the end: two preparations must not mix their files.
             held.enter_context(folder_lock(output))
         try:
             _check_output(task)
-            with _explained(output):
+            with _convert_write_errors(output):
                 shutil.rmtree(staged, ignore_errors=True)
                 staged.mkdir()
             yield staged
@@ -331,7 +331,7 @@ def _staging(task: Preparation) -> Iterator[Path]:
             shutil.rmtree(staged, ignore_errors=True)
 
 
-def _explained(output: Path) -> contextlib.AbstractContextManager[None]:
+def _convert_write_errors(output: Path) -> contextlib.AbstractContextManager[None]:
     advice = "Free disk space there, or choose a writable --output folder."
     return explained(ResourceError, f"The manifests cannot be written to {output}", advice)
 

@@ -315,7 +315,7 @@ def _read_file(source: SpeechFolder, path: Path, split: str) -> Found:
         elif isinstance(row.get("verbatim"), list) or isinstance(row.get("normalized"), list):
             yield from _segments(source, path, row, split)
         else:
-            yield _flat(source, path, number, row, split)
+            yield _utterance_of_row(source, path, number, row, split)
 
 
 def _rows(texts: str) -> Iterator[tuple[int, object]]:
@@ -342,7 +342,7 @@ def _segments(source: SpeechFolder, path: Path, recording: dict[str, object], sp
         fields = segment if isinstance(segment, dict) else {}
         start = as_seconds(fields.get("start"))
         end = as_seconds(fields.get("end"))
-        text = _without_marks(as_text(fields.get("text")))
+        text = _remove_marks(as_text(fields.get("text")))
         if start is None or end is None:
             yield refused("broken row", "a segment with start, end and text is expected")
         # Not damage: the authors' own script excludes them, too.
@@ -359,7 +359,9 @@ def _segments(source: SpeechFolder, path: Path, recording: dict[str, object], sp
             yield utterance.lasting(begin, end - begin)
 
 
-def _flat(source: SpeechFolder, path: Path, number: int, row: dict[str, object], split: str) -> FoundUtterance:
+def _utterance_of_row(
+    source: SpeechFolder, path: Path, number: int, row: dict[str, object], split: str
+) -> FoundUtterance:
     start = as_seconds(row.get("start"))
     end = as_seconds(row.get("end"))
     offset = as_seconds(row.get("offset"))
@@ -373,7 +375,7 @@ def _flat(source: SpeechFolder, path: Path, number: int, row: dict[str, object],
     speaker = as_text(row.get("speaker_id")) or as_text(row.get("speaker"))
     file = source.name_of(path)
     audio = _indicvoices_audio(path, row)
-    utterance = FoundUtterance(file, number, audio, _without_marks(text), speaker=speaker, split=split)
+    utterance = FoundUtterance(file, number, audio, _remove_marks(text), speaker=speaker, split=split)
     return utterance.lasting(offset, duration)
 
 
@@ -387,7 +389,7 @@ def _indicvoices_audio(path: Path, row: dict[str, object]) -> Path:
     return next((candidate for candidate in candidates if os.path.exists(existing_path(str(candidate)))), candidates[0])
 
 
-def _without_marks(text: str) -> str:
+def _remove_marks(text: str) -> str:
     return " ".join(MARKS.sub(" ", text).split())
 
 
@@ -415,7 +417,7 @@ def find_csv_utterances(source: SpeechFolder) -> Found:
         channel_column(source),
     )
     delimiter = named_separator(table) or _delimiter(table, [column or usual[0] for column, usual, _ in wanted])
-    audio, text, speaker, split, channel = choose_columns(table, _head(table, delimiter), wanted)
+    audio, text, speaker, split, channel = choose_columns(table, _column_names(table, delimiter), wanted)
     file = source.name_of(table)
     for record in read_records(table, delimiter, quoted=True):
         split_cell = record[split].strip()
@@ -444,12 +446,12 @@ def _table_audio(folder: Path, cell: str) -> Path:
     return path if cell == cell.strip() or os.path.lexists(existing_path(str(path))) else folder / cell.strip()
 
 
-def _head(table: Path, delimiter: str) -> list[str]:
+def _column_names(table: Path, delimiter: str) -> list[str]:
     first = next(read_cells(table, delimiter, quoted=True), None)
     return [cell.strip() for cell in first.cells] if first else []
 
 
 def _delimiter(table: Path, wanted: list[str]) -> str:
-    heads = {delimiter: _head(table, delimiter) for delimiter in DELIMITERS}
+    heads = {delimiter: _column_names(table, delimiter) for delimiter in DELIMITERS}
     # On a tie, max() returns the first: the comma.
     return max(heads, key=lambda delimiter: sum(bool(columns_alike(heads[delimiter], name)) for name in wanted))

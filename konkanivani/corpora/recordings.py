@@ -117,22 +117,22 @@ def measure_sound(chosen: list[tuple[Utterance, bool]]) -> SoundHealth:
         median_trailing=float(middle([sound.trailing_silence for _, sound in measured])),
         silence_share=float((silence * seconds).sum() / seconds.sum()) if measured else 0.0,
         full_scale_share=float(np.mean([sound.full_scale_share for _, sound in measured])) if measured else 0.0,
-        clipped=_worst(measured, [s.clipped_runs for _, s in measured], 0, "{:.0f} clipped runs"),
+        clipped=_list_worst(measured, [s.clipped_runs for _, s in measured], 0, "{:.0f} clipped runs"),
         # A silent recording is listed in `mute` only, so its value here is 0.
-        quiet=_worst(measured, [-s.level * (s.level > MUTE) for _, s in measured], -QUIET, "-{:.1f} dBFS"),
-        loud=_worst(measured, [s.level for _, s in measured], LOUD, "{:.1f} dBFS"),
-        mute=_worst(measured, [-s.level for _, s in measured], -MUTE, "silent"),
-        silent=_worst(measured, 100 * silence * (levels > MUTE), 100 * MAX_SILENCE, "{:.0f} % silence"),
-        offset=_worst(measured, [abs(s.offset) for _, s in measured], MAX_OFFSET, "{:.3f} of full scale"),
-        gated=_worst(
+        quiet=_list_worst(measured, [-s.level * (s.level > MUTE) for _, s in measured], -QUIET, "-{:.1f} dBFS"),
+        loud=_list_worst(measured, [s.level for _, s in measured], LOUD, "{:.1f} dBFS"),
+        mute=_list_worst(measured, [-s.level for _, s in measured], -MUTE, "silent"),
+        silent=_list_worst(measured, 100 * silence * (levels > MUTE), 100 * MAX_SILENCE, "{:.0f} % silence"),
+        offset=_list_worst(measured, [abs(s.offset) for _, s in measured], MAX_OFFSET, "{:.3f} of full scale"),
+        gated=_list_worst(
             measured,
             [100 * s.digital_silence_share * (s.level > MUTE) for _, s in measured],
             100 * MAX_DIGITAL_SILENCE,
             "{:.0f} % of it",
         ),
-        narrow=_described(measured, [f"{s.band:.0f} Hz" if s.band < np.inf else "" for _, s in measured]),
-        mixing=_described(measured, [s.mixing for _, s in measured]),
-        deviating=_worst(measured, deviations, 0, "off by {:.2f} s"),
+        narrow=_list_detailed(measured, [f"{s.band:.0f} Hz" if s.band < np.inf else "" for _, s in measured]),
+        mixing=_list_detailed(measured, [s.mixing for _, s in measured]),
+        deviating=_list_worst(measured, deviations, 0, "off by {:.2f} s"),
     )
 
 
@@ -167,13 +167,15 @@ def _deviation(utterance: Utterance, sound: SoundLevels) -> float:
     return deviation if deviation > duration_tolerance(utterance.duration) else 0.0
 
 
-def _described(measured: list[tuple[Utterance, SoundLevels]], details: list[str]) -> Listed:
+def _list_detailed(measured: list[tuple[Utterance, SoundLevels]], details: list[str]) -> Listed:
     """Return the utterances with a detail that is not empty, in the manifest's order."""
     examples = [example(utterance, detail) for (utterance, _), detail in zip(measured, details, strict=True) if detail]
     return Listed(len(examples), tuple(examples[:MAX_EXAMPLES]))
 
 
-def _worst(measured: list[tuple[Utterance, SoundLevels]], values: Iterable[float], most: float, words: str) -> Listed:
+def _list_worst(
+    measured: list[tuple[Utterance, SoundLevels]], values: Iterable[float], most: float, words: str
+) -> Listed:
     """Return the utterances with a value above `most`, worst first."""
     values = np.array([*values], dtype=float)
     rows = np.flatnonzero(values > most)

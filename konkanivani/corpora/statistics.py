@@ -149,10 +149,10 @@ class CharacterCount:
             different=len(listed),
             letters=len(set(self.normalized) - {" "}),
             inventory=tuple(
-                _describe(character, count, self._mapped(character), majority)
+                _describe(character, count, self._count_mapped(character), majority)
                 for character, count in listed[:MAX_LISTED]
             ),
-            twins=self._twins(),
+            twins=self._spelling_variants(),
             mixed_words=tuple(
                 MixedWord(show_text(w, 60), tuple(sorted(scripts_of(w))), n, self.first_row[w]) for w, n in words
             ),
@@ -160,11 +160,11 @@ class CharacterCount:
             changes=self._changes(),
         )
 
-    def _mapped(self, character: str) -> int:
+    def _count_mapped(self, character: str) -> int:
         """Return the number of occurrences of a character that are mapped; only a ZWJ can be."""
         return self.joiners_mapped if character == ZWJ else 0
 
-    def _twins(self) -> tuple[SpellingVariants, ...]:
+    def _spelling_variants(self) -> tuple[SpellingVariants, ...]:
         """Return every character that the raw text encodes in more than one way, most frequent first."""
         variants: dict[str, list[Spelling]] = {}
         composable, _ = _composition()

@@ -122,13 +122,13 @@ class Espeak:
         self._words: list[tuple[int, int]] = []  # character, milliseconds
         self._end = 0  # milliseconds
         listener = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(Event))
-        self._listener = listener(self._hear)  # keep a reference: ctypes frees a callback without one
+        self._listener = listener(self._store_samples)  # keep a reference: ctypes frees a callback without one
         self.sample_rate = self._library.espeak_Initialize(SYNCHRONOUS, 0, os.fsencode(self.data_path), 0)
         if self.sample_rate <= 0:
             raise OSError(f"espeak-ng does not accept its data in {self.data_path}")
         self._library.espeak_SetSynthCallback(self._listener)
 
-    def _hear(self, samples: int | None, count: int, events: "ctypes._Pointer[Event]") -> int:
+    def _store_samples(self, samples: int | None, count: int, events: "ctypes._Pointer[Event]") -> int:
         """Store `count` 16-bit samples at the address `samples`, the starts of words and the end of the speech.
 
         espeak-ng expects 0 to continue, 1 to stop.
@@ -292,7 +292,7 @@ class SpeechSynthesizer:
                 env={**os.environ, "PYTHONPATH": path},
             )
         try:
-            engine: EngineFields = self._ask(Request("engine"))
+            engine: EngineFields = self._request(Request("engine"))
         except BaseException:  # Ctrl-C, too, must not leave the process running
             self._stop()
             raise
@@ -309,7 +309,7 @@ class SpeechSynthesizer:
         Raises:
             UnspeakableError: If it cannot be spoken in this style, or lasts longer than 30 s.
         """
-        speech: bytes = self._ask(Request("speech", text, style.voice, style.rate, style.pitch))
+        speech: bytes = self._request(Request("speech", text, style.voice, style.rate, style.pitch))
         return speech
 
     def words(self, text: str, style: SpeakingStyle) -> SpokenWords:
@@ -318,16 +318,16 @@ class SpeechSynthesizer:
         espeak-ng may report several words that it speaks without a pause, such as a number of several words or two
         short words, as one.
         """
-        events: WordFields = self._ask(Request("words", text, style.voice, style.rate, style.pitch))
+        events: WordFields = self._request(Request("words", text, style.voice, style.rate, style.pitch))
         words = tuple(SpokenWord(character, milliseconds / 1000) for character, milliseconds in events["words"])
         return SpokenWords(words, events["end"] / 1000)
 
     def phonemes(self, text: str, voice: str = "mr") -> str:
         """Return `text` as `voice` reads it, in IPA with stress marks."""
-        phonemes: bytes = self._ask(Request("phonemes", text, voice))
+        phonemes: bytes = self._request(Request("phonemes", text, voice))
         return phonemes.decode("utf-8")
 
-    def _ask(self, request: Request) -> Any:
+    def _request(self, request: Request) -> Any:
         """Return the process's answer, of the type that `Espeak.answer` gives for `request.wants`.
 
         Raises:

@@ -169,12 +169,12 @@ def draw_splits(lengths: Mapping[str, int], shares: Shares, seed: int) -> tuple[
     ordered = sorted(lengths, key=lambda name: hashlib.sha256(f"{seed}\n{name}".encode()).digest())
     total = sum(lengths.values())
     # Keep one unit for train, and one for valid if it is drawn.
-    test = _take(ordered, lengths, shares.test * total, min_left=shares.splits - 1)
+    test = _choose_names(ordered, lengths, shares.test * total, min_left=shares.splits - 1)
     rest = [name for name in ordered if name not in test]
-    return _take(rest, lengths, shares.valid * total, min_left=1), test
+    return _choose_names(rest, lengths, shares.valid * total, min_left=1), test
 
 
-def _take(names: list[str], lengths: Mapping[str, int], target: float, min_left: int) -> frozenset[str]:
+def _choose_names(names: list[str], lengths: Mapping[str, int], target: float, min_left: int) -> frozenset[str]:
     """Return names whose total length approximates `target`, and leave at least `min_left` names."""
     if target <= 0:
         return frozenset()
@@ -422,7 +422,7 @@ def mend_rows(rows: Iterable[Record], delimiter: str = "\t") -> Iterator[Record]
         if not waiting:
             return
         first = waiting.popleft()
-        row, taken = _joined(first, waiting, delimiter) if _is_open(first.cells[-1]) else (first, 0)
+        row, taken = _join_rows(first, waiting, delimiter) if _is_open(first.cells[-1]) else (first, 0)
         for _ in range(taken):
             waiting.popleft()
         yield row
@@ -432,7 +432,7 @@ def _is_open(cell: str) -> bool:
     return cell.startswith('"') and not QUOTED.match(cell)
 
 
-def _joined(first: Record, following: Iterable[Record], delimiter: str) -> tuple[Record, int]:
+def _join_rows(first: Record, following: Iterable[Record], delimiter: str) -> tuple[Record, int]:
     """Return the row joined with the following rows that belong to it, and the number of these."""
     cells = first.cells
     width = len(first.columns)

@@ -192,7 +192,7 @@ def _read_folder(source: SpeechFolder, folder: Path, split: str) -> Found:
         else:
             speaker = speakers.get(name, (0, ""))[1]
             here = FoundUtterance(file, row, Path(name), "".join(words), id=name, speaker=speaker, split=split)
-            located = _located(source, folder, here, segment, recordings)
+            located = _locate_segment(source, folder, here, segment, recordings)
             if isinstance(located, FoundUtterance) and located.channel is None:
                 # A channel column in segments has precedence.
                 labelled = channels.get(segment[1].split()[0])
@@ -201,7 +201,7 @@ def _read_folder(source: SpeechFolder, folder: Path, split: str) -> Found:
         seen.add(name)
 
 
-def _located(
+def _locate_segment(
     source: SpeechFolder, folder: Path, utterance: FoundUtterance, segment: Entry, recordings: dict[str, Entry]
 ) -> FoundUtterance | RefusedRow:
     """Return the utterance with its audio path and span, or refused if they are unknown without running a command."""
@@ -357,7 +357,7 @@ def _read_manifest(source: SpeechFolder, manifest: Path, folder: Path, split: st
             # An exact name has precedence, then the name without -subN, then both in NFC.
             member = next((members[each] for each in (*names, *map(comparable_name, names)) if each in members), None)
             absent = RefusedRow(file, number, "missing audio", f"{shard.name} has no member {name}", name)
-            yield _of_member(utterance, shard, member) if member else absent
+            yield _locate_member(utterance, shard, member) if member else absent
         else:
             yield utterance
 
@@ -386,7 +386,7 @@ def _index(shard: Path) -> dict[str, Member]:
     return members
 
 
-def _of_member(utterance: FoundUtterance | RefusedRow, shard: Path, member: Member) -> FoundUtterance | RefusedRow:
+def _locate_member(utterance: FoundUtterance | RefusedRow, shard: Path, member: Member) -> FoundUtterance | RefusedRow:
     if isinstance(utterance, RefusedRow):
         return utterance
     if not member.byte_count:
@@ -396,7 +396,7 @@ def _of_member(utterance: FoundUtterance | RefusedRow, shard: Path, member: Memb
 
 def _read_shard(source: SpeechFolder, shard: Path, split: str) -> Found:
     file = source.name_of(shard)
-    for key, (row, members) in _keyed(shard).items():
+    for key, (row, members) in _members_by_key(shard).items():
         audio = members.get("audio")
         text = members.get(".txt")
         described = members.get(".json")
@@ -420,10 +420,10 @@ def _read_shard(source: SpeechFolder, shard: Path, split: str) -> Found:
             fields = fields | {"text": fields.get("transcript") or fields.get("sentence")}
         # `speaker` overrides `speaker_id`.
         fields = {"speaker": fields.get("speaker_id")} | fields
-        yield _of_member(_utterance(file, row, fields, shard, split), shard, audio)
+        yield _locate_member(_utterance(file, row, fields, shard, split), shard, audio)
 
 
-def _keyed(shard: Path) -> dict[str, tuple[int, dict[str, Member]]]:
+def _members_by_key(shard: Path) -> dict[str, tuple[int, dict[str, Member]]]:
     """Return the members of a shard by key and kind (audio, .txt, .json), with the position of the audio, from 1."""
     gathered: dict[str, tuple[int, dict[str, Member]]] = {}
     for row, member in enumerate(read_members(shard), start=1):

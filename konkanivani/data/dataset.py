@@ -228,7 +228,7 @@ class TrainDataset(Dataset):
         speed = choose_speed(self.speeds, utterance_generator(self.seed, epoch, utterance.id, "speed"))
         clean = perturb_speed(waveform, speed)
         noisy = self.noise_reverb(clean, epoch, utterance.id)
-        recorded = self.recording(noisy, epoch, utterance.id, self._talker)
+        recorded = self.recording(noisy, epoch, utterance.id, self._draw_speech)
         seed = derive_seed(self.seed, epoch, "specaugment", utterance.id)
         drawn = torch.rand((), generator=utterance_generator(self.seed, epoch, utterance.id, "times"))
         if drawn < self.timed_share:
@@ -239,7 +239,7 @@ class TrainDataset(Dataset):
             tokens = self.tokenizer.encode(utterance.text)
         return Example(utterance.id, recorded.waveform, tokens, seed)
 
-    def _talker(self, generator: torch.Generator) -> torch.Tensor | None:
+    def _draw_speech(self, generator: torch.Generator) -> torch.Tensor | None:
         """Return the waveform of a random utterance; None if it is unusable, which its own turn reports."""
         example = _read(self.utterances[draw_index(len(self.utterances), generator)], self.manifest)
         return None if isinstance(example, Rejection) else example

@@ -55,7 +55,7 @@ def count_tokens(manifest: Manifest, tokenizer: Vocabulary, digits: Digits) -> T
         return TokenCounts(both[0], both[1])
     if path:
         say(f"Tokenizing the transcripts of {manifest.path}, once for this tokenizer.")
-    counts = np.concatenate(list(_counted(manifest, tokenizer, digits)), axis=1)
+    counts = np.concatenate(list(_count_in_parallel(manifest, tokenizer, digits)), axis=1)
     if path:
         try:
             with atomic_replace(path) as partial:
@@ -68,7 +68,7 @@ def count_tokens(manifest: Manifest, tokenizer: Vocabulary, digits: Digits) -> T
     return TokenCounts(counts[0], counts[1])
 
 
-def _counted(manifest: Manifest, tokenizer: Vocabulary, digits: Digits) -> list[np.ndarray]:
+def _count_in_parallel(manifest: Manifest, tokenizer: Vocabulary, digits: Digits) -> list[np.ndarray]:
     if len(manifest) <= FEW_ROWS:
         return [_count(manifest, 0, len(manifest), tokenizer, digits)]
     firsts = range(0, len(manifest), BLOCK_ROWS)

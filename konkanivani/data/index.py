@@ -309,7 +309,7 @@ def open_index(manifest: Path, named_roots: tuple[str, ...] = (), fields: TextFi
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         raise OSError("it is not a file")  # opening a pipe would block
     if status.st_size < SMALL_BYTES or not manifest.is_file():
-        return _joined(list(_scanned(manifest, roots, fields)))
+        return _join_blocks(list(_scan_blocks(manifest, roots, fields)))
     # Inode and ctime, which unpacking an archive does not restore: an index from elsewhere is not trusted.
     identity: dict[str, object] = {
         "version": VERSION,
@@ -329,7 +329,7 @@ def open_index(manifest: Path, named_roots: tuple[str, ...] = (), fields: TextFi
         return _write(folder, manifest, identity, roots, fields)
     except OSError as error:
         say(f"The index cannot be stored in {folder} ({error.strerror or error}); it is rebuilt at each start.")
-        return _joined(list(_scanned(manifest, roots, fields)))
+        return _join_blocks(list(_scan_blocks(manifest, roots, fields)))
 
 
 def _read(folder: Path, manifest: Path, identity: dict[str, object]) -> ManifestIndex | None:
@@ -341,7 +341,7 @@ def _read(folder: Path, manifest: Path, identity: dict[str, object]) -> Manifest
         broken = tuple(BrokenRow(**json.loads(line)) for line in lines)
         sketch = tuple(json.loads((folder / "sketch.json").read_text()))
         removed = _read_counts(folder / FORMAT_CHARACTERS)
-        arrays = {name: _mapped(folder / name, kind) for name, kind in ARRAYS.items()}
+        arrays = {name: _memory_map(folder / name, kind) for name, kind in ARRAYS.items()}
     except (OSError, ValueError, TypeError):
         return None
     # If a missing audio file has been added since, its row must become usable.
@@ -357,7 +357,7 @@ def _read_counts(path: Path) -> FormatCharacterCount:
     return FormatCharacterCount(Counter(dict(characters)), int(texts), int(unwritten_texts))
 
 
-def _mapped(path: Path, kind: type) -> np.ndarray:
+def _memory_map(path: Path, kind: type) -> np.ndarray:
     # mmap rejects empty files.
     return np.memmap(path, kind, mode="r") if path.stat().st_size else np.empty(0, kind)
 
@@ -372,12 +372,12 @@ def _write(
     broken: list[BrokenRow] = []
     sketch: tuple[int, ...] = ()
     removed = FormatCharacterCount()
-    for block in _scanned(manifest, roots, fields):
+    for block in _scan_blocks(manifest, roots, fields):
         for name in ARRAYS:
             with open(partial / name, "ab") as file:
                 getattr(block, name).tofile(file)
         broken += block.broken
-        sketch = _least({*sketch, *block.sketch})
+        sketch = _smallest({*sketch, *block.sketch})
         removed.add_all(block.format_characters)
     with open(partial / "broken.jsonl", "w", encoding="utf-8") as file:
         file.writelines(json.dumps(asdict(row)) + "\n" for row in broken)
@@ -388,26 +388,26 @@ def _write(
     # Renamed when complete: an interrupted build never leaves a partial index under the final name.
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
-    arrays = {name: _mapped(folder / name, kind) for name, kind in ARRAYS.items()}
+    arrays = {name: _memory_map(folder / name, kind) for name, kind in ARRAYS.items()}
     return ManifestIndex(**arrays, broken=tuple(broken), sketch=sketch, folder=folder, format_characters=removed)
 
 
-def _least(marks: set[int]) -> tuple[int, ...]:
+def _smallest(marks: set[int]) -> tuple[int, ...]:
     return tuple(nsmallest(SKETCHED, marks))
 
 
-def _joined(blocks: list[ManifestIndex]) -> ManifestIndex:
+def _join_blocks(blocks: list[ManifestIndex]) -> ManifestIndex:
     empty = {name: np.empty(0, kind) for name, kind in ARRAYS.items()}
     arrays = {name: np.concatenate([empty[name], *(getattr(block, name) for block in blocks)]) for name in ARRAYS}
     broken = tuple(row for block in blocks for row in block.broken)
-    sketch = _least({mark for block in blocks for mark in block.sketch})
+    sketch = _smallest({mark for block in blocks for mark in block.sketch})
     removed = FormatCharacterCount()
     for block in blocks:
         removed.add_all(block.format_characters)
     return ManifestIndex(**arrays, broken=broken, sketch=sketch, folder=None, format_characters=removed)
 
 
-def _scanned(manifest: Path, roots: tuple[str, ...], fields: TextFields | None) -> Iterator[ManifestIndex]:
+def _scan_blocks(manifest: Path, roots: tuple[str, ...], fields: TextFields | None) -> Iterator[ManifestIndex]:
     """Yield the index of each block of lines in order; several blocks are scanned in parallel processes."""
     edges = _block_edges(manifest)
     lines_before = 0
@@ -477,7 +477,9 @@ def _scan(
                     broken.append(BrokenRow(row, error.audio_filepath, str(error), str(error) == MISSING))
             start += size
     arrays = {name: np.array(columns[name], kind) for name, kind in ARRAYS.items()}
-    index = ManifestIndex(**arrays, broken=tuple(broken), sketch=_least(marks), folder=None, format_characters=removed)
+    index = ManifestIndex(
+        **arrays, broken=tuple(broken), sketch=_smallest(marks), folder=None, format_characters=removed
+    )
     return index, row
 
 

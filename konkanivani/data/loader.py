@@ -237,7 +237,7 @@ def load_in_order(
     while True:
         # A dead worker loses its finished but undelivered items; with one item at a time there are none.
         is_making_up = bool(waiting)
-        handed_out = iter(tuple(waiting)) if is_making_up else _remembered(keys, waiting)
+        handed_out = iter(tuple(waiting)) if is_making_up else _append_to_waiting(keys, waiting)
         pace = loader.prefetch_limit.apply(loader)
         if is_making_up:
             pace = replace(pace, workers=min(1, pace.workers), ahead=1)
@@ -261,7 +261,7 @@ def load_in_order(
             loader.prefetch_limit.lower(pace, lacking_bytes)
 
 
-def _remembered(keys: Iterator[list], waiting: deque[list]) -> Iterator[list]:
+def _append_to_waiting(keys: Iterator[list], waiting: deque[list]) -> Iterator[list]:
     """Yield the keys and append each to `waiting` until its item arrives."""
     for key in keys:
         waiting.append(key)
@@ -300,7 +300,7 @@ def _load_until_a_death(
         # Workers that ignore SIGTERM would keep the process from exiting if this were left to the garbage collector.
         if isinstance(iterator, _MultiProcessingDataLoaderIter):
             # Shut down first, to end the pinning thread. A hanging worker is killed: torch would wait 5 s for it.
-            with _workers_killed_after(END_SECONDS, iterator._workers):
+            with _kill_workers_after(END_SECONDS, iterator._workers):
                 iterator._shutdown_workers()
             for worker in iterator._workers:
                 worker.kill()
@@ -330,7 +330,7 @@ def _next(
         check()
         return next(iterator, None)
     deadline = time.monotonic() + loader.timeout
-    with _workers_killed_after(loader.timeout, iterator._workers):
+    with _kill_workers_after(loader.timeout, iterator._workers):
         while True:
             check()
             try:
@@ -345,12 +345,12 @@ def _next(
                 reason = str(error).splitlines()[0].rstrip(".") if isinstance(error, RuntimeError) else "a worker died"
                 reason = f"no data for {loader.timeout:g} s" if is_late else reason
             check()  # an interruption takes precedence over the failure
-            scene = _scene([] if is_late else iterator._workers, fetcher, waiting)
+            scene = _describe_failure([] if is_late else iterator._workers, fetcher, waiting)
             raise WorkersFailed(f"{scene}: {reason}", has_died=not is_late)
 
 
 @contextmanager
-def _workers_killed_after(seconds: float, workers: Sequence[BaseProcess]) -> Iterator[None]:
+def _kill_workers_after(seconds: float, workers: Sequence[BaseProcess]) -> Iterator[None]:
     """Kill the workers if the block takes longer than `seconds`."""
     # Receiving a tensor is a request to the worker's process, for which neither the DataLoader nor its pinning thread
     # has a timeout: a stopped worker would block them forever. Killing it breaks the connection.
@@ -368,7 +368,7 @@ def _workers_killed_after(seconds: float, workers: Sequence[BaseProcess]) -> Ite
         timer.cancel()
 
 
-def _scene(workers: Sequence[BaseProcess], fetcher: Fetcher[Value], waiting: deque[list]) -> str:
+def _describe_failure(workers: Sequence[BaseProcess], fetcher: Fetcher[Value], waiting: deque[list]) -> str:
     """Describe which utterances the dead workers (or else all workers) were reading, and which item is awaited."""
     numbers = fetcher.being_read.tolist()
     of_the_dead = [number for number, worker in zip(numbers, workers, strict=False) if not worker.is_alive()]

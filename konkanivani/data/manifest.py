@@ -331,7 +331,7 @@ class Rejections:
             left_out = f"{count(len(rejections), 'utterance')} of {manifest} {is_or_are(len(rejections))} skipped"
             kinds = Counter(kind_of(rejection.reason) for rejection in rejections)
             say(f"{left_out}{where}:" + "".join(f"\n  {times:,} x {kind}" for kind, times in kinds.items()))
-            self._take(rejections)
+            self._record(rejections)
 
     def add(self, rejections: Iterable[Rejection]) -> None:
         """Add rejections found while reading audio and print each one that is new."""
@@ -342,9 +342,9 @@ class Rejections:
                 f"Skipped: {rejection.audio_filepath} (row {rejection.row} of {rejection.manifest}): {rejection.reason}"
             )
         self._news += new
-        self._take(new)
+        self._record(new)
 
-    def _take(self, rejections: list[Rejection]) -> None:
+    def _record(self, rejections: list[Rejection]) -> None:
         self.count += len(rejections)
         if self._path and rejections:
             with self._listing(), open(self._path, "a", encoding="utf-8") as file:

@@ -190,7 +190,7 @@ Digits = Literal["keep", "spell"]
 def normalize_text(text: str, digits: Digits = "keep") -> str:
     """Return `text` as it is used for training and scoring; see the module's docstring."""
     characters = []
-    for character in _spelt(_composed(text).lower(), digits):
+    for character in _spell_digits(_compose(text).lower(), digits):
         kind = unicodedata.category(character)
         if kind[0] in "LMN":  # letters, marks (vowel signs, virama, nukta) and numbers
             characters.append(character)
@@ -202,14 +202,14 @@ def normalize_text(text: str, digits: Digits = "keep") -> str:
 
 def written_text(text: str, digits: Digits = "keep") -> str:
     """Return `text` with case and punctuation, for models that write them: NFC, digits kept or spelt, single spaces."""
-    return " ".join(unicodedata.normalize("NFC", _spelt(_composed(drop_unwritten(text)), digits)).split())
+    return " ".join(unicodedata.normalize("NFC", _spell_digits(_compose(drop_unwritten(text)), digits)).split())
 
 
-def _composed(text: str) -> str:
+def _compose(text: str) -> str:
     return map_equivalent(unicodedata.normalize("NFC", text))
 
 
-def _spelt(text: str, digits: Digits) -> str:
+def _spell_digits(text: str, digits: Digits) -> str:
     if digits == "keep":
         return text
     return "".join(f" {DIGIT_WORDS[unicodedata.digit(c)]} " if unicodedata.category(c) == "Nd" else c for c in text)

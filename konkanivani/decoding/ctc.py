@@ -234,14 +234,14 @@ def _advance(beam: _Beam, frame: int, emissions: torch.Tensor, tried: torch.Tens
     before, (parents, has_parent) = beam.log_probabilities, _parents(beam, frame)
     by_last = emissions.gather(1, beam.last)
     # A prefix in the beam can also be reached from its parent, the prefix without its last token.
-    of_parents = _open_to(beam.last, *_gathered(parents, beam.last, beam.in_blank, before))
+    of_parents = _extendable(beam.last, *_gather_columns(parents, beam.last, beam.in_blank, before))
     from_parent = (of_parents + by_last).masked_fill(~has_parent, -math.inf)
     in_blank = before + emissions[:, BLANK, None]
     in_token = torch.logaddexp(beam.in_token + by_last, from_parent)
 
-    ways = _open_to(tried[:, None], beam.last[:, :, None], beam.in_blank[:, :, None], before[:, :, None])
+    ways = _extendable(tried[:, None], beam.last[:, :, None], beam.in_blank[:, :, None], before[:, :, None])
     extended = ways + emissions.gather(1, tried)[:, None]
-    extended = extended.masked_fill(_already_there(beam, parents, has_parent, tried, emissions.shape[1]), -math.inf)
+    extended = extended.masked_fill(_is_in_beam(beam, parents, has_parent, tried, emissions.shape[1]), -math.inf)
 
     scores = torch.cat([torch.logaddexp(in_blank, in_token)[:, :, None], extended], dim=2)
     fused = scores if beam.fusion_scores is None else scores + beam.fusion_scores.of(tried)
@@ -250,7 +250,7 @@ def _advance(beam: _Beam, frame: int, emissions: torch.Tensor, tried: torch.Tens
     columns = chosen % scores.shape[2]
     is_longer = columns > 0
     new = F.pad(tried, (1, 0), value=NO_TOKEN).gather(1, columns)
-    lengths, last, in_blank, in_token = _gathered(sources, beam.lengths, beam.last, in_blank, in_token)
+    lengths, last, in_blank, in_token = _gather_columns(sources, beam.lengths, beam.last, in_blank, in_token)
     tokens = beam.tokens.gather(1, sources[:, :, None].expand_as(beam.tokens))
     tokens.scatter_(2, lengths[:, :, None], new[:, :, None])
     return _Beam(
@@ -263,7 +263,7 @@ def _advance(beam: _Beam, frame: int, emissions: torch.Tensor, tried: torch.Tens
     )
 
 
-def _open_to(token: torch.Tensor, last: torch.Tensor, in_blank: torch.Tensor, in_any: torch.Tensor) -> torch.Tensor:
+def _extendable(token: torch.Tensor, last: torch.Tensor, in_blank: torch.Tensor, in_any: torch.Tensor) -> torch.Tensor:
     """Return the log probability of the alignments that `token` can extend: after an equal token, those in blank."""
     return torch.where(token == last, in_blank, in_any)
 
@@ -283,7 +283,7 @@ def _parents(beam: _Beam, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
     return parents, has_parent.bool()
 
 
-def _already_there(
+def _is_in_beam(
     beam: _Beam, parents: torch.Tensor, has_parent: torch.Tensor, tried: torch.Tensor, vocabulary: int
 ) -> torch.Tensor:
     """Return (B, K, C) bool: whether a prefix extended by a tried token (B, C) is in the beam, and counted there."""
@@ -294,7 +294,7 @@ def _already_there(
     return is_there.view(batch, size, vocabulary).gather(2, tried[:, None].expand(-1, size, -1))
 
 
-def _gathered(indices: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _gather_columns(indices: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return each tensor (B, K) gathered at the indices (B, K)."""
     return tuple(tensor.gather(1, indices) for tensor in tensors)
 

@@ -71,7 +71,7 @@ class RuledScorer:
         if self._length == 0:
             forbidden[list(self._rules.suppressed_first)] = True
         scores = scores.masked_fill(forbidden, -math.inf)
-        return scores if self._rules.times is None else self._with_times(scores, self._rules.times)
+        return scores if self._rules.times is None else self._apply_timestamp_rules(scores, self._rules.times)
 
     def follow(self, sources: torch.Tensor, tokens: torch.Tensor) -> None:
         self._scorer.follow(sources, tokens)
@@ -83,7 +83,7 @@ class RuledScorer:
         self._scorer.keep(utterances)
         self._said = self._history().kept(utterances)
 
-    def _with_times(self, scores: torch.Tensor, rules: TimeRules) -> torch.Tensor:
+    def _apply_timestamp_rules(self, scores: torch.Tensor, rules: TimeRules) -> torch.Tensor:
         history = self._history()
         ids = torch.arange(scores.shape[2], device=scores.device)
         is_time = ids >= rules.first
@@ -100,10 +100,10 @@ class RuledScorer:
             forbidden |= ~is_time
             if rules.latest_first is not None:
                 forbidden |= ids > rules.first + rules.latest_first
-        return _times_where_likelier(scores.masked_fill(forbidden, -math.inf), rules.first)
+        return _prefer_timestamps(scores.masked_fill(forbidden, -math.inf), rules.first)
 
 
-def _times_where_likelier(scores: torch.Tensor, first: int) -> torch.Tensor:
+def _prefer_timestamps(scores: torch.Tensor, first: int) -> torch.Tensor:
     """Mask non-timestamps in scores (B, K, V) if all timestamps together are likelier than any other token."""
     times = scores[:, :, first:].logsumexp(dim=2)
     best_text = scores[:, :, :first].amax(dim=2)
@@ -182,15 +182,15 @@ class Scorers:
 
     def follow(self, sources: torch.Tensor, tokens: torch.Tensor) -> None:
         """Continue with hypotheses `sources` (B, K), each extended by its token (B, K)."""
-        for scorer in self._all():
+        for scorer in self._all_scorers():
             scorer.follow(sources, tokens)
 
     def keep(self, utterances: torch.Tensor) -> None:
         """Continue with the utterances at these indices only."""
-        for scorer in self._all():
+        for scorer in self._all_scorers():
             scorer.keep(utterances)
 
-    def _all(self) -> list[FullScorer | CTCScorer]:
+    def _all_scorers(self) -> list[FullScorer | CTCScorer]:
         return [weighted.scorer for weighted in self.full] + ([self.ctc] if self.ctc else [])
 
 

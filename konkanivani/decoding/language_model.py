@@ -67,7 +67,7 @@ class LanguageModel:
     def initial(self, rows: int) -> torch.Tensor:
         """Return the state (R,), int64, at the start of a sentence."""
         start = torch.tensor([self.special.start], device=self.keys.device)
-        return self._after(torch.full_like(start, ROOT), start).expand(rows)
+        return self._next_states(torch.full_like(start, ROOT), start).expand(rows)
 
     def score(self, states: torch.Tensor) -> torch.Tensor:
         """Return the log probability (R, V), float64, of each token after each state (R,).
@@ -91,9 +91,9 @@ class LanguageModel:
 
     def advance(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Return the states (R,), int64, after one more token (R,)."""
-        return self._after(states, self.stand_ins[tokens])
+        return self._next_states(states, self.stand_ins[tokens])
 
-    def _after(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def _next_states(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Return the state (R,) that is the longest suffix of a state's tokens plus one more token (R,)."""
         after = torch.full_like(states, ROOT)
         is_found = torch.zeros_like(states, dtype=torch.bool)
@@ -189,12 +189,12 @@ def build_language_model(
         first_edges=torch.searchsorted(keys, torch.arange(states + 1) * vocabulary).to(device),
         backoffs=backoffs.to(device),
         shorter=shorter[:states].clone().to(device),
-        stand_ins=_stand_ins(words, vocabulary, special).to(device),
+        stand_ins=_scored_tokens(words, vocabulary, special).to(device),
         special=special,
     )
 
 
-def _stand_ins(words: np.ndarray, vocabulary: int, special: SpecialTokens) -> torch.Tensor:
+def _scored_tokens(words: np.ndarray, vocabulary: int, special: SpecialTokens) -> torch.Tensor:
     """Return the token (V,) that each token is scored as, for a model of these words.
 
     Words are scored as themselves, other tokens as the unknown one, or as blank if the model has none.

@@ -70,14 +70,14 @@ def read_arpa(path: str | Path, tokenizer: Vocabulary) -> tuple[Ngrams, ...]:
     advice = "Give an ARPA file written by train_language_model.py."
     with explained(DataError, f"The language model {path} cannot be read", advice):
         try:
-            with _opened(path) as (file, most_bytes):
+            with _open(path) as (file, most_bytes):
                 return _Reader(path, file, most_bytes, tokenizer).read()
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise OSError(f"{error}{conversion_hint(path)}") from None
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[io.BufferedIOBase, float]]:
+def _open(path: Path) -> Iterator[tuple[io.BufferedIOBase, float]]:
     """Open the file, decompressed if gzipped, and yield it with the maximal number of bytes to read."""
     # Only regular files: a pipe or device could block or never end.
     if "\0" in str(path) or not stat.S_ISREG(path.stat().st_mode):
@@ -111,7 +111,7 @@ class _Reader:
         orders = []
         for order, count in enumerate(counts, start=1):
             if line != b"\\%d-grams:" % order:
-                raise self._error(f"{_shown(line)} is found at the start of its {order}-grams")
+                raise self._error(f"{_quote_line(line)} is found at the start of its {order}-grams")
             orders.append(self._read_section(order, count, is_last=order == len(counts)))
             # Words of longer n-grams must be among the 1-grams.
             if order == 1:
@@ -121,7 +121,7 @@ class _Reader:
             if not line.startswith(b"\\"):
                 raise self._error(f"it has more {order}-grams than the {count} in its header")
         if line != b"\\end\\":
-            raise self._error(f"{_shown(line)} is found at its end")
+            raise self._error(f"{_quote_line(line)} is found at its end")
         self._file.read(1)  # at the end of a gzipped file, this verifies the checksum
         return tuple(orders)
 
@@ -138,10 +138,10 @@ class _Reader:
                 raise self._error(f"it decompresses to more than {MAX_UNPACKED_RATIO} times its size")
             if stripped := line.strip():
                 return stripped
-            self._pass_over()
+            self._count_skipped_line()
         raise self._error("it ends before \\end\\")
 
-    def _pass_over(self) -> None:
+    def _count_skipped_line(self) -> None:
         self._silent += 1
         if self._silent > MAX_SILENT_LINES:
             raise self._error(f"more than {MAX_SILENT_LINES} lines are blank, or precede \\data\\")
@@ -149,12 +149,12 @@ class _Reader:
     def _read_counts(self) -> tuple[list[int], bytes]:
         """Return the number of n-grams of each order in the header, and the line after it."""
         while self._next_line() != b"\\data\\":
-            self._pass_over()
+            self._count_skipped_line()
         counts: list[int] = []
         while stated := re.fullmatch(rb"ngram\s+(\d{1,4})\s*=\s*(\d{1,30})", line := self._next_line()):
             if int(stated[1]) != len(counts) + 1 or len(counts) == MAX_ORDER:
                 raise self._error(
-                    f"its header must list the orders 1, 2, ... up to {MAX_ORDER}, but has {_shown(line)}"
+                    f"its header must list the orders 1, 2, ... up to {MAX_ORDER}, but has {_quote_line(line)}"
                 )
             counts.append(int(stated[2]))
         if not counts or not counts[0]:
@@ -184,7 +184,7 @@ class _Reader:
             # NaN compares unequal to itself; float() accepts "nan".
             if not order + 1 <= len(fields) <= order + 2 or probability != probability or backoff != backoff:
                 expected = f"a log probability, {order} word{'s' if order > 1 else ''} and a backoff weight"
-                raise self._error(f"{_shown(b' '.join(fields))} is not {expected}")
+                raise self._error(f"{_quote_line(b' '.join(fields))} is not {expected}")
             if probability > 0 or not -MAX_BACKOFF < backoff < MAX_BACKOFF:
                 raise self._error(f"{probability:g} and {backoff:g} are not a log probability and a backoff weight")
             try:
@@ -205,7 +205,7 @@ class _Reader:
         )
 
     def _unknown_words(self, order: int, words: list[bytes]) -> DataError:
-        named = ", ".join(map(_shown, words[:MAX_NAMED])) + (", ..." if len(words) > MAX_NAMED else "")
+        named = ", ".join(map(_quote_line, words[:MAX_NAMED])) + (", ..." if len(words) > MAX_NAMED else "")
         if order > 1:
             return self._error(f"{named} in its {order}-grams is not in its 1-grams")
         return self._error(f"{named} is not a token of the tokenizer", FOREIGN)
@@ -215,7 +215,7 @@ class _Reader:
         return DataError(f"The language model {self._path} cannot be used: line {self._row}: {problem}{hint}. {advice}")
 
 
-def _shown(text: bytes) -> str:
+def _quote_line(text: bytes) -> str:
     """Return the first 60 bytes of a line, quoted and printable."""
     beginning = text[:60].decode("utf-8", errors="replace")
     return '"' + "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in beginning) + '"'

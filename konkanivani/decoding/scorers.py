@@ -77,11 +77,11 @@ class CTCPrefixScorer:
         """
         after_any = state.log_probabilities[:, :, :-1]
         after_blank = state.in_blank[:, :, :-1]
-        scores = self._begun(after_any, candidates)
+        scores = self._log_starts(after_any, candidates)
         if candidates is None:
             candidates = torch.arange(self._frames.shape[2], device=scores.device).expand_as(scores)
         # A repeated token must follow a blank, or CTC merges it with the previous one.
-        repeated = self._begun(after_blank, state.last[:, :, None])
+        repeated = self._log_starts(after_blank, state.last[:, :, None])
         scores = torch.where(candidates == state.last[:, :, None], repeated, scores)
         return scores.masked_fill(candidates == BLANK, -math.inf)
 
@@ -104,8 +104,8 @@ class CTCPrefixScorer:
         columns = tokens[:, None].expand(-1, self._frames.shape[1], -1)
         of_tokens = self._frames.gather(2, columns).double().transpose(1, 2)  # (B, K', T')
         of_blank = self._frames[:, None, :, BLANK].double().expand_as(of_tokens)
-        in_token = _reached(of_tokens, begins[:, :, :-1])
-        in_blank = _reached(of_blank, in_token[:, :, :-1])
+        in_token = _solve_recursion(of_tokens, begins[:, :, :-1])
+        in_blank = _solve_recursion(of_blank, in_token[:, :, :-1])
         return PrefixState(in_blank, in_token, tokens)
 
     def keep(self, state: PrefixState, utterances: torch.Tensor) -> tuple["CTCPrefixScorer", PrefixState]:
@@ -113,7 +113,7 @@ class CTCPrefixScorer:
         kept_state = PrefixState(state.in_blank[utterances], state.in_token[utterances], state.last[utterances])
         return CTCPrefixScorer(self._frames[utterances], (self._frames.shape[1],) * len(utterances)), kept_state
 
-    def _begun(self, after: torch.Tensor, candidates: torch.Tensor | None) -> torch.Tensor:
+    def _log_starts(self, after: torch.Tensor, candidates: torch.Tensor | None) -> torch.Tensor:
         """Return log probabilities (B, K, C) that a candidate starts in some frame, after an alignment ended before it.
 
         `after` (B, K, T') is the log probability of the alignments that end before each frame.
@@ -135,7 +135,7 @@ class CTCPrefixScorer:
 ALMOST_MINUS_INFINITY = -1e6
 
 
-def _reached(emissions: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+def _solve_recursion(emissions: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
     """Solve x[0] = 0, x[t + 1] = (x[t] + arriving[t]) emissions[t] for x (B, K, T' + 1), in log space."""
     # In closed form, without a loop over frames: with E[t] the product of the emissions before t, x[t] / E[t] is the
     # sum of arriving[s] / E[s] over all s < t.

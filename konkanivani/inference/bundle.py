@@ -94,13 +94,13 @@ def bundle_bytes(speech_model: SpeechModel) -> bytes:
     model = dataclasses.asdict(shape.model)
     features = stored_features(shape.features)
     # An older format with the values that its readers take for all newer settings describes the same model.
-    is_first = MODEL | OLDER_FEATURES | _of_format_1(model | features) == model | features
+    is_first = MODEL | OLDER_FEATURES | _read_format_1(model | features) == model | features
     is_second = features | OF_FORMAT_2 == features
     if is_second:
-        features = _of_format_2(features)
+        features = _read_format_2(features)
     description = {
         "format": 1 if is_first else 2 if is_second else FORMAT,
-        "model": _of_format_1(model) if is_first else model,
+        "model": _read_format_1(model) if is_first else model,
         "features": described(shape.features) if is_first else features,
         "digits": speech_model.digits,
         "longest_seconds": speech_model.longest_seconds,
@@ -170,7 +170,7 @@ def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:
     is_first = description["format"] == 1
     dimensions = description["model"]
     features = _features(description["features"], path) if is_first else description["features"]
-    names = [set(_of_format_1(usual) if is_first else usual) for usual in (MODEL, FEATURES)]
+    names = [set(_read_format_1(usual) if is_first else usual) for usual in (MODEL, FEATURES)]
     if description["format"] == 2:
         names[1] -= set(SINCE_FORMAT_3)
     if not isinstance(dimensions, dict) or not isinstance(features, dict) or [set(dimensions), set(features)] != names:
@@ -200,12 +200,12 @@ def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:
     return dataclasses.replace(speech_model, provenance=provenance_of(source))
 
 
-def _of_format_1(settings: Mapping[str, object]) -> dict[str, object]:
+def _read_format_1(settings: Mapping[str, object]) -> dict[str, object]:
     """Return the settings that format 1 contains."""
-    return {name: value for name, value in _of_format_2(settings).items() if name not in SINCE_FORMAT_2}
+    return {name: value for name, value in _read_format_2(settings).items() if name not in SINCE_FORMAT_2}
 
 
-def _of_format_2(settings: Mapping[str, object]) -> dict[str, object]:
+def _read_format_2(settings: Mapping[str, object]) -> dict[str, object]:
     """Return the settings that format 2 contains."""
     return {name: value for name, value in settings.items() if name not in SINCE_FORMAT_3}
 
@@ -238,7 +238,7 @@ def _features(stored: object, path: Path) -> dict[str, object]:
     """Return the feature settings of a format 1 bundle; raise a CheckpointError if this version cannot compute them."""
     stored = stored if isinstance(stored, dict) else {}
     ours = described(LEGACY_DEFAULTS.features)
-    fixed = ours.keys() - _of_format_1(FEATURES).keys()
+    fixed = ours.keys() - _read_format_1(FEATURES).keys()
     names = sorted({*stored} ^ {*ours} | {name for name in fixed if stored.get(name) != ours[name]})
     if names:
         differences = [f"{name} {stored.get(name)!r:.40} for {ours.get(name)!r}" for name in names[:3]]

@@ -59,7 +59,7 @@ def build_onnx(speech_model: SpeechModel) -> bytes:
     if program is None:
         raise RuntimeError("torch.onnx.export returned no program")
     model = program.model_proto
-    _tidy(model)
+    _remove_metadata(model)
     onnx.helper.set_model_props(model, _metadata(speech_model, graph.log_mel.config))
     onnx.checker.check_model(model)
     return model.SerializeToString(deterministic=True)
@@ -104,7 +104,7 @@ def token_texts(tokenizer: Vocabulary) -> list[str]:
     return ["" if token in tokenizer.special else piece for token, piece in enumerate(pieces)]
 
 
-def _tidy(model: "onnx.ModelProto") -> None:
+def _remove_metadata(model: "onnx.ModelProto") -> None:
     """Remove information on this machine and the exporter: paths, source lines, shapes of intermediate values."""
     graph = model.graph
     del graph.value_info[:]

@@ -104,7 +104,7 @@ def listen(recognizer: Recognizer, descriptor: int, raw: PcmFormat, output: Live
     interruption: KeyboardInterrupt | None = None
     is_late = False
     try:
-        for data in _pieces(descriptor):
+        for data in _read_pieces(descriptor):
             samples = decoder.decode(data)
             if decoder.format is None:
                 continue
@@ -132,7 +132,7 @@ def listen(recognizer: Recognizer, descriptor: int, raw: PcmFormat, output: Live
     return ""
 
 
-def _pieces(descriptor: int) -> Iterator[bytes]:
+def _read_pieces(descriptor: int) -> Iterator[bytes]:
     """Yield all bytes that wait in a pipe, or the next of a file, up to its end."""
     is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
     if not is_file:

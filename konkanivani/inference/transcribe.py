@@ -135,7 +135,7 @@ class Transcription:
         # File size approximates duration. Every rank computes the same partition, without communication.
         portion = partition(sizes, self.topology.world_size)[self.topology.rank]
         shown = [recordings[number] for number in portion]
-        with _Progress(shown, self.topology) as progress, _short_audio_told(progress):
+        with _Progress(shown, self.topology) as progress, _report_short_audio(progress):
             for number in portion:
                 try:
                     if not done[number]:
@@ -252,7 +252,7 @@ class _Progress:
 
 
 @contextlib.contextmanager
-def _short_audio_told(progress: _Progress) -> Iterator[None]:
+def _report_short_audio(progress: _Progress) -> Iterator[None]:
     """Print a line when a file is shorter than its header states."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", ShortAudio)

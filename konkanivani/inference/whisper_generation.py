@@ -64,11 +64,11 @@ class FallbackDecode:
         first = self.inner.search(model, encoded, encoded_lengths, best=1)
         outputs = [list(hypotheses[0].tokens) if hypotheses else [] for hypotheses in first]
         # Skip the scoring pass for hypotheses that certainly pass.
-        bad = [row for row, hypotheses in enumerate(first) if not self._is_surely_good(hypotheses)]
-        no_speech = self._no_speech(speech, bad)
+        bad = [row for row, hypotheses in enumerate(first) if not self._passes_without_rescoring(hypotheses)]
+        no_speech = self._find_silent(speech, bad)
         # The first pass scores the hypotheses of `inner`, the others sample.
-        for choose in (_given(outputs, self.inner.special.end), *map(self._drawn, self.temperatures)):
-            decoded = self._decoded(speech, bad, choose)
+        for choose in (_replay(outputs, self.inner.special.end), *map(self._sampler, self.temperatures)):
+            decoded = self._decode_rows(speech, bad, choose)
             # As in section 4.5, "no speech" alone is not reliable: the text must be unlikely too.
             silent = {row for row in no_speech & decoded.keys() if not self._is_likely(decoded[row])}
             for row in bad:
@@ -90,7 +90,7 @@ class FallbackDecode:
     def _is_likely(self, decoded: Decoded) -> bool:
         return decoded.mean_log_probability >= self.min_log_probability
 
-    def _is_surely_good(self, hypotheses: tuple[Hypothesis, ...]) -> bool:
+    def _passes_without_rescoring(self, hypotheses: tuple[Hypothesis, ...]) -> bool:
         """Return whether the scores of the decoder search already show that a hypothesis passes, without rescoring."""
         # Scores with CTC or a language model are not decoder probabilities.
         if not hypotheses or self.inner.ctc_weight or self.inner.language_model is not None:
@@ -100,7 +100,7 @@ class FallbackDecode:
         total = hypotheses[0].log_probability - self.inner.length_bonus * len(tokens)
         return self._is_good(Decoded(tokens, total / (len(tokens) + 1)))
 
-    def _no_speech(self, speech: "_EncodedSpeech", rows: list[int]) -> set[int]:
+    def _find_silent(self, speech: "_EncodedSpeech", rows: list[int]) -> set[int]:
         """Return the utterances with a high probability of "no speech", predicted right after the start token."""
         silent = set()
         token = self.vocabulary.no_speech
@@ -111,7 +111,7 @@ class FallbackDecode:
             silent |= set(itertools.compress(part, is_above))
         return silent
 
-    def _decoded(self, speech: "_EncodedSpeech", rows: list[int], choose: Choose) -> dict[int, Decoded]:
+    def _decode_rows(self, speech: "_EncodedSpeech", rows: list[int], choose: Choose) -> dict[int, Decoded]:
         """Return the hypotheses of `rows` with tokens selected by `choose`."""
         decoded: dict[int, Decoded] = {}
         for part in speech.parts(rows):
@@ -120,7 +120,7 @@ class FallbackDecode:
             decoded |= generate(scorer, choose, dict(zip(part, limits, strict=True)), self.inner.special.end)
         return decoded
 
-    def _drawn(self, temperature: float) -> Choose:
+    def _sampler(self, temperature: float) -> Choose:
         """Return a sampler of tokens with probabilities to the power of 1 / `temperature`, renormalised.
 
         The argmax of scaled log probabilities plus Gumbel noise is such a sample.
@@ -200,7 +200,7 @@ def generate(scorer: FullScorer, choose: Choose, limits: dict[int, int], end: in
     tokens: dict[int, list[int]] = {row: [] for row in limits}
     totals = dict.fromkeys(limits, 0.0)
     while rows:
-        log_probabilities = _allowed(scorer.score()[:, 0], [limits[row] <= step for row in rows], end)
+        log_probabilities = _mask_forbidden(scorer.score()[:, 0], [limits[row] <= step for row in rows], end)
         chosen = choose(step, rows, log_probabilities)
         chosen = chosen.masked_fill(log_probabilities[:, end].isnan(), end)  # NaN: the model is broken, so end here
         gained = log_probabilities.gather(1, chosen[:, None])[:, 0].tolist()
@@ -217,7 +217,7 @@ def generate(scorer: FullScorer, choose: Choose, limits: dict[int, int], end: in
     return {row: Decoded(tokens[row], totals[row] / (len(tokens[row]) + 1)) for row in limits}
 
 
-def _allowed(scores: torch.Tensor, is_at_limit: list[bool], end: int) -> torch.Tensor:
+def _mask_forbidden(scores: torch.Tensor, is_at_limit: list[bool], end: int) -> torch.Tensor:
     """Return log probabilities (B, V) renormalised over the allowed tokens, at the limit over the end token only.
 
     A row is NaN if no token is allowed.
@@ -229,7 +229,7 @@ def _allowed(scores: torch.Tensor, is_at_limit: list[bool], end: int) -> torch.T
     return scores.masked_fill_(is_too_long, -math.inf).log_softmax(dim=1)
 
 
-def _given(outputs: list[list[int]], end: int) -> Choose:
+def _replay(outputs: list[list[int]], end: int) -> Choose:
     """Return a selector of the tokens in `outputs`, followed by the end token."""
 
     def choose(step: int, rows: list[int], log_probabilities: torch.Tensor) -> torch.Tensor:

@@ -169,14 +169,14 @@ def build_cues(segments: Iterable[Segment], timestamps: Timestamps) -> Iterator[
             if held is not None:
                 # Rounding may give equal starts: move the later cue, so that every cue lasts at least 1 ms.
                 start = max(start, held.start + 1)
-                yield _shown_until(held, start)
+                yield _extend_cue(held, start)
             end = max(round(words[-1].end * 1000), start + 1)
-            held = Cue(start, end, _lines([word.text for word in words]))
+            held = Cue(start, end, _balance_lines([word.text for word in words]))
     if held is not None:
-        yield _shown_until(held, None)
+        yield _extend_cue(held, None)
 
 
-def _shown_until(cue: Cue, following: int | None) -> Cue:
+def _extend_cue(cue: Cue, following: int | None) -> Cue:
     """Return the cue, extended to `MIN_CUE` if it is shorter, but not beyond the start of the `following` one."""
     readable = max(cue.end, cue.start + round(MIN_CUE * 1000))
     return Cue(cue.start, readable if following is None else min(readable, following), cue.text)
@@ -186,7 +186,7 @@ def _cue_words(words: Iterable[Word]) -> Iterator[list[Word]]:
     """Yield the words of a segment in groups that fit one cue and contain no pause."""
     cue: list[Word] = []
     for word in words:
-        lines = _wrapped([each.text for each in (*cue, word)], LINE_CHARACTERS)
+        lines = _wrap([each.text for each in (*cue, word)], LINE_CHARACTERS)
         fits = len(lines) <= CUE_LINES and word.end - (cue or [word])[0].start <= MAX_CUE
         if cue and not (fits and word.start - cue[-1].end < CUE_PAUSE):
             yield cue
@@ -196,16 +196,16 @@ def _cue_words(words: Iterable[Word]) -> Iterator[list[Word]]:
         yield cue
 
 
-def _lines(words: list[str]) -> str:
+def _balance_lines(words: list[str]) -> str:
     """Wrap words to the minimum number of lines, of similar length."""
-    lines = _wrapped(words, LINE_CHARACTERS)
+    lines = _wrap(words, LINE_CHARACTERS)
     widths = range(max(map(len, words)), LINE_CHARACTERS + 1)
     # The narrowest width with the same number of lines balances them.
-    balanced = next((wrapped for width in widths if len(wrapped := _wrapped(words, width)) <= len(lines)), lines)
+    balanced = next((wrapped for width in widths if len(wrapped := _wrap(words, width)) <= len(lines)), lines)
     return "\n".join(balanced)
 
 
-def _wrapped(words: list[str], width: int) -> list[str]:
+def _wrap(words: list[str], width: int) -> list[str]:
     # A word longer than a line stays whole.
     return textwrap.wrap(" ".join(words), width, break_long_words=False, break_on_hyphens=False)
 
@@ -267,10 +267,10 @@ def alignment_weights(weights: torch.Tensor, heads: tuple[tuple[int, int], ...])
     # Over tokens: a frame to which all tokens attend gets no weight.
     deviation, mean = torch.std_mean(chosen, dim=-2, keepdim=True, unbiased=False)
     # A constant column has deviation 0; the clamp avoids 0 / 0.
-    return _smoothed((chosen - mean) / deviation.clamp_min(torch.finfo(chosen.dtype).tiny)).mean(dim=0)
+    return _median_filter((chosen - mean) / deviation.clamp_min(torch.finfo(chosen.dtype).tiny)).mean(dim=0)
 
 
-def _smoothed(weights: torch.Tensor) -> torch.Tensor:
+def _median_filter(weights: torch.Tensor) -> torch.Tensor:
     """Return the running median over frames (..., T'); inputs of up to 3 frames are returned unchanged."""
     beside = MEDIAN_FRAMES // 2
     if weights.shape[-1] <= beside:

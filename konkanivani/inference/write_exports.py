@@ -109,10 +109,10 @@ def check_onnx(onnx_model: "OnnxModel", speech_model: SpeechModel, path: Path, t
         wanted = ctc_head(encoded).softmax(dim=-1)[0]
         got = together[row, : len(wanted)].exp()
         # `not <=` is true for NaN.
-        if encoded_lengths[row] != wanted_lengths[0] or not _farthest(got, wanted) <= tolerance:
+        if encoded_lengths[row] != wanted_lengths[0] or not _max_difference(got, wanted) <= tolerance:
             raise NumericsError(
                 f"The ONNX file {path} was deleted: its probabilities differ by up to "
-                f"{_farthest(got, wanted):.2g} from the checkpoint's. Update onnx, onnxruntime and onnxscript, "
+                f"{_max_difference(got, wanted):.2g} from the checkpoint's. Update onnx, onnxruntime and onnxscript, "
                 "or use a bundle."
             )
 
@@ -123,7 +123,7 @@ def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def _farthest(output: torch.Tensor, expected: torch.Tensor) -> float:
+def _max_difference(output: torch.Tensor, expected: torch.Tensor) -> float:
     return float((output - expected).abs().max()) if output.shape == expected.shape else math.nan
 
 

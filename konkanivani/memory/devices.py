@@ -112,7 +112,7 @@ _SIZE = re.compile(r"\b(\d+) ?g(?:i?b)?\b")
 
 def find_gpu(name: str) -> Gpu:
     """Return the known GPU with this name in any spelling; raises a UsageError that suggests similar names."""
-    wanted, size = _plain(name)
+    wanted, size = _plain_name(name)
     if _TOO_OLD.fullmatch(wanted):
         raise UsageError(
             f"--gpu {name}: PyTorch does not support a GPU this old (compute capability below 5.0). Train on "
@@ -120,7 +120,7 @@ def find_gpu(name: str) -> Gpu:
         )
     # Exact name first; then a laptop GPU, or the desktop GPU of the same number.
     ways = wanted, f"{wanted}laptop", wanted.removesuffix("laptop")
-    named = [gpu for way in ways for gpu in KNOWN_GPUS if _plain(gpu.name)[0] == way]
+    named = [gpu for way in ways for gpu in KNOWN_GPUS if _plain_name(gpu.name)[0] == way]
     for gpu in named:
         if size in (None, gpu.box):
             return gpu
@@ -130,7 +130,7 @@ def find_gpu(name: str) -> Gpu:
             f"--gpu {name}: it exists with {sizes}. Add the size to the name, or give --memory_budget, for example "
             "8GiB."
         )
-    names = {_plain(gpu.name)[0]: gpu.name for gpu in reversed(KNOWN_GPUS)}
+    names = {_plain_name(gpu.name)[0]: gpu.name for gpu in reversed(KNOWN_GPUS)}
     near = [names[one] for one in difflib.get_close_matches(wanted, names, n=4, cutoff=0.5)]
     examples = (
         f"The most similar known names are {', '.join(near)}"
@@ -142,7 +142,7 @@ def find_gpu(name: str) -> Gpu:
     )
 
 
-def _plain(name: str) -> tuple[str, int | None]:
+def _plain_name(name: str) -> tuple[str, int | None]:
     """Return the name as one lower-case word without vendor and series words, and the memory in GB that it names."""
     words = re.sub(r"[^a-z0-9]+", " ", name.lower()).replace("notebook", "laptop").replace("mobile", "laptop")
     words = _SERIES.sub(" ", _MAKER.sub(" ", _SLIM.sub(" laptop ", words)))

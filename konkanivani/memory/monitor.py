@@ -384,7 +384,7 @@ class MemoryMonitor:
             now = self._measure_cuda(phase) if self.device.type == "cuda" else self._measure_resident(phase)
             self.peak_mib = max(self.peak_mib, now.peak_mib or 0.0)
             for phases in (self._phases, self._phases_of_run):
-                phases[phase] = _joined(phases[phase], now) if phase in phases else now
+                phases[phase] = _merge(phases[phase], now) if phase in phases else now
             ended = time.perf_counter()
             self._seconds[phase] = self._seconds.get(phase, 0.0) + ended - self._since
             self._since = ended
@@ -465,7 +465,7 @@ class MemoryMonitor:
         return PhaseMemory(phase=phase, peak_mib=peak, resident_mib=resident, planned_mib=self._planned.get(phase))
 
 
-def _joined(before: PhaseMemory, now: PhaseMemory) -> PhaseMemory:
+def _merge(before: PhaseMemory, now: PhaseMemory) -> PhaseMemory:
     """Merge two measurements of a phase: the larger peak, the sum of retries, the larger fragmentation."""
     larger = max(now, before, key=lambda moment: (moment.peak_mib, moment.resident_mib or 0.0))
     if now.allocator_retries is None:

@@ -139,7 +139,7 @@ class OomHistory:
 
     def fit_to_memory(self, plan: MicroBatchPlan) -> MicroBatchPlan:
         """Return the plan with all micro-batches that are known to be too large split or recomputed."""
-        pieces = tuple(piece for batch in plan.micro_batches for piece in self._pieces(batch))
+        pieces = tuple(piece for batch in plan.micro_batches for piece in self._split_recursively(batch))
         # Pieces that are still too large are single utterances: recomputation is the next reduction.
         recomputes_all = plan.recomputes_all or any(map(self.is_too_large, pieces))
         concurrent_micro_batches = 1 if self._fits_one_by_one_only else plan.concurrent_micro_batches
@@ -173,10 +173,10 @@ class OomHistory:
         longest = batch.longest_seconds
         return any(seconds <= longest and fewest <= size for seconds, fewest in self._fewest.items())
 
-    def _pieces(self, batch: Batch) -> tuple[Batch, ...]:
+    def _split_recursively(self, batch: Batch) -> tuple[Batch, ...]:
         if batch.size == 1 or not self.is_too_large(batch):
             return (batch,)
-        return tuple(piece for half in split_batch(batch) for piece in self._pieces(half))
+        return tuple(piece for half in split_batch(batch) for piece in self._split_recursively(half))
 
 
 class OomAttempt(Generic[Result]):
@@ -211,7 +211,7 @@ class OomAttempt(Generic[Result]):
                 raise RuntimeError("The attempt has neither a result nor an error.")
             return self.result
         if self.plan.smaller() is None:
-            raise _does_not_fit(self.plan.largest, self.reason)
+            raise _out_of_memory_error(self.plan.largest, self.reason)
         oom_history.remember(self.plan)
         size = self.plan.largest.size
         longest = self.plan.largest.length_text
@@ -272,13 +272,13 @@ class OomRetry(Generic[Result]):
             mine = Outcome.SPLIT
             smaller = attempt.plan.smaller()
             if smaller is None:
-                raise _does_not_fit(attempt.plan.largest, attempt.reason)
+                raise _out_of_memory_error(attempt.plan.largest, attempt.reason)
         # A rank that is done stays in this loop: it takes part in the all-reduce after each retry of the others.
         while (of_all := self._all_reduce_max(mine)) is Outcome.SPLIT:
             self.retries += 1
             if smaller is not None:
                 if self._oom_history.remember(attempt.plan):
-                    _tell(attempt.plan, smaller)
+                    _report_retry(attempt.plan, smaller)
                 return smaller
         if of_all is Outcome.DONE:
             self.result = attempt.result
@@ -295,7 +295,7 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _tell(plan: MicroBatchPlan, smaller: MicroBatchPlan) -> None:
+def _report_retry(plan: MicroBatchPlan, smaller: MicroBatchPlan) -> None:
     size = plan.largest.size
     longest = plan.largest.length_text
     if smaller.concurrent_micro_batches < plan.concurrent_micro_batches:
@@ -309,7 +309,7 @@ def _tell(plan: MicroBatchPlan, smaller: MicroBatchPlan) -> None:
     tqdm.write(f"Out of memory at {size} x {longest}: retrying with {way}; the gradient is the same, up to dropout.")
 
 
-def _does_not_fit(batch: Batch, reason: str) -> ResourceError:
+def _out_of_memory_error(batch: Batch, reason: str) -> ResourceError:
     utterance = f"{', '.join(batch.utterance_ids)} of {batch.length_text}"
     return ResourceError(
         f"Out of memory with a micro-batch of one: {utterance} does not fit ({reason.rstrip('.')}). Use a "

@@ -257,7 +257,7 @@ class OffloadedWeights:
         self._amp_dtype = amp_dtype
         self._at_hand: set[torch.nn.Module] = set()
         self._halves: dict[torch.Tensor, torch.Tensor] = {}
-        _move(model, _away(model, placement), device, host)
+        _move(model, _offloaded_weights(model, placement), device, host)
         offloaded_blocks = model.blocks[: placement.offloaded_blocks]
         resident_blocks = model.blocks[placement.offloaded_blocks :]
         if amp_dtype is not None and placement.prefetch:
@@ -266,7 +266,7 @@ class OffloadedWeights:
             self._add_halves(resident_blocks, torch.float16 if amp_dtype is None else amp_dtype, device)
         # Page-locking covers whole pages, which must not be shared with other data.
         if placement.prefetch and device.type == "cuda":
-            self._give_own_pages(offloaded_blocks)
+            self._separate_pages(offloaded_blocks)
         sources = [
             {name: self._halves.get(w, w).detach() for name, w in b.named_parameters()} for b in offloaded_blocks
         ]
@@ -293,7 +293,7 @@ class OffloadedWeights:
             stored = [weight for weight in matrices(block) if weight.dtype != dtype]
             self._halves |= {weight: torch.empty_like(weight, dtype=dtype, device=place) for weight in stored}
 
-    def _give_own_pages(self, blocks: list[torch.nn.Module]) -> None:
+    def _separate_pages(self, blocks: list[torch.nn.Module]) -> None:
         for weight in (weight for block in blocks for weight in block.parameters()):
             if weight in self._halves:
                 self._halves[weight] = on_own_pages(self._halves[weight])
@@ -315,18 +315,18 @@ class OffloadedWeights:
         # The backward pass does not reach blocks below the first trained one.
         offloads_input = is_fetched and not has_room and any(self._trains[: number + 1])
         input_place = self._host if offloads_input else None
-        return OffloadedBlock(block, partial(self._provided, number), is_fetched, has_room, input_place)
+        return OffloadedBlock(block, partial(self._fetch_weights, number), is_fetched, has_room, input_place)
 
-    def _provided(self, number: int, block: torch.nn.Module) -> dict[str, torch.Tensor]:
+    def _fetch_weights(self, number: int, block: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the block's weights on the GPU by name; their gradients flow to the masters."""
         masters = dict(block.named_parameters())
         if number < self.placement.offloaded_blocks:
             provided = self._fetcher.get(number)
         else:
             provided = {name: self._halves[weight] for name, weight in masters.items() if weight in self._halves}
-        return {name: self._in_place_of(masters[name], copy) for name, copy in provided.items()}
+        return {name: self._copy_in_dtype(masters[name], copy) for name, copy in provided.items()}
 
-    def _in_place_of(self, master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    def _copy_in_dtype(self, master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
         copy = _MasterGradient.apply(master, copy) if master.requires_grad else copy
         # Without autocast, a product needs operands of one dtype: convert halved weights back.
         return copy if self._amp_dtype else copy.to(master.dtype)
@@ -338,7 +338,7 @@ class OffloadedWeights:
         if decoder is None:
             yield
             return
-        away = _away(model, self.placement)
+        away = _offloaded_weights(model, self.placement)
         # Any, because a plain tensor takes the place of a parameter.
         places: list[tuple[dict[str, Any], str, torch.Tensor]] = [
             (module._parameters, name, weight)
@@ -398,7 +398,7 @@ def matrices(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [weight for weight in module.parameters() if is_matrix(weight)]
 
 
-def _away(model: SpeechNetwork, placement: Placement) -> set[torch.Tensor]:
+def _offloaded_weights(model: SpeechNetwork, placement: Placement) -> set[torch.Tensor]:
     """Return the weights whose place is the host.
 
     Weights used by rows or slices (embedding, positions) are among them if all blocks are offloaded or halved.

@@ -157,7 +157,7 @@ def reset_output_heads(model: KonkaniVaniASR) -> None:
 def merged(weights: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
     """Merge low-rank products into their layers' weights: W + scale B A, in at least fp32."""
     down, up = LOW_RANK_TENSORS
-    full = {name: _in_full(weight) for name, weight in weights.items() if not name.endswith(LOW_RANK_TENSORS)}
+    full = {name: _to_fp32(weight) for name, weight in weights.items() if not name.endswith(LOW_RANK_TENSORS)}
     for name in weights:
         if name.endswith(down):
             layer = name.removesuffix(down)
@@ -165,7 +165,7 @@ def merged(weights: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch
     return full
 
 
-def _in_full(weight: torch.Tensor) -> torch.Tensor:
+def _to_fp32(weight: torch.Tensor) -> torch.Tensor:
     return weight.float() if weight.dtype == torch.float16 else weight
 
 

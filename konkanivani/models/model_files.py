@@ -49,7 +49,7 @@ def read_json(path: Path) -> dict[str, object]:
     name = path.name
     if not path.is_file():
         raise refused(folder, f"it has no {name}", "Use a folder with all files of the model")
-    with _read_or_refused(path):
+    with _convert_read_errors(path):
         # Checked before reading: a file of gigabytes would exhaust the memory.
         if path.stat().st_size > MOST_JSON_BYTES:
             raise refused(folder, f"its {name} has more than {MOST_JSON_BYTES} bytes")
@@ -76,13 +76,13 @@ def check_finite(weights: Mapping[str, torch.Tensor]) -> None:
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a safetensors file, memory-mapped: their values are read on access."""
-    with _read_or_refused(path), safetensors.safe_open(path, framework="pt") as file:
+    with _convert_read_errors(path), safetensors.safe_open(path, framework="pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}
 
 
 def first_rows(path: Path, name: str, count: int) -> torch.Tensor:
     """Return the first `count` rows of a tensor in a safetensors file."""
-    with _read_or_refused(path), safetensors.safe_open(path, framework="pt") as file:
+    with _convert_read_errors(path), safetensors.safe_open(path, framework="pt") as file:
         return file.get_slice(name)[:count]
 
 
@@ -116,7 +116,7 @@ def header_of(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return shape and dtype of each tensor of a file, without reading values."""
     if not path.is_file():
         raise refused(path.parent, f"it has no {path.name}", "Use a folder with all files of the model")
-    with _read_or_refused(path):
+    with _convert_read_errors(path):
         with open(path, "rb") as file:
             claimed = int.from_bytes(file.read(8), "little")
         # The first 8 bytes are the header's length; checked before safetensors allocates it.
@@ -129,7 +129,7 @@ def header_of(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 @contextlib.contextmanager
-def _read_or_refused(path: Path) -> Iterator[None]:
+def _convert_read_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except KonkaniVaniError:

@@ -66,7 +66,7 @@ def long_ctc_losses(
     chunk = math.isqrt(encoded.shape[1] - 1) + 1
     for frames in encoded.split(chunk, dim=1):
         left = [min(max(0, length - start), frames.shape[1]) for length in encoded_lengths]
-        log_alpha = run_recomputed(_through_chunk, frames, head, states, skips, log_alpha, left)
+        log_alpha = run_recomputed(_advance_chunk, frames, head, states, skips, log_alpha, left)
         start += frames.shape[1]
     return _losses(log_alpha, token_lengths)
 
@@ -85,7 +85,7 @@ def log_skips(states: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(states, dtype=torch.float64).masked_fill_(~is_open, IMPOSSIBLE)
 
 
-def _through_chunk(
+def _advance_chunk(
     frames: torch.Tensor,
     head: Head,
     states: torch.Tensor,

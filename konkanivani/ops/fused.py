@@ -463,12 +463,12 @@ class _Masked(torch.autograd.Function):
     def forward(ctx, x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
         ctx.save_for_backward(mask)
         ctx.scale = scale
-        return _masked(x, mask, scale)
+        return _apply_mask(x, mask, scale)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (mask,) = ctx.saved_tensors
-        return _masked(gradient, mask, ctx.scale), None, None
+        return _apply_mask(gradient, mask, ctx.scale), None, None
 
 
 class _MaskedSum(torch.autograd.Function):
@@ -484,10 +484,10 @@ class _MaskedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (mask,) = ctx.saved_tensors
-        return gradient, _masked(gradient, mask, ctx.scale).to(ctx.dtype), None, None
+        return gradient, _apply_mask(gradient, mask, ctx.scale).to(ctx.dtype), None, None
 
 
-def _masked(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+def _apply_mask(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
     return _as_numbers(mask, x.dtype).mul_(x).mul_(scale)
 
 

@@ -162,7 +162,7 @@ class Operation:
 
     def signature(self) -> str:
         """Return the operator with its numbers and the shapes of its tensors."""
-        return f"{self.operator}({_described(self.args)}, {_described(self.kwargs)})"
+        return f"{self.operator}({_describe(self.args)}, {_describe(self.kwargs)})"
 
 
 class OperatorRecorder(TorchDispatchMode):
@@ -291,11 +291,11 @@ def _tensors(result: object) -> tuple[torch.Tensor, ...]:
     return ()
 
 
-def _described(value: object) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype}{tuple(value.shape)}{value.stride()}"
     if isinstance(value, (tuple, list)):
-        return f"[{', '.join(map(_described, value))}]"
+        return f"[{', '.join(map(_describe, value))}]"
     if isinstance(value, dict):
-        return ", ".join(f"{name}={_described(item)}" for name, item in value.items())
+        return ", ".join(f"{name}={_describe(item)}" for name, item in value.items())
     return repr(value)

@@ -132,7 +132,7 @@ def fused_linear(
     if low_rank is None and torch.is_grad_enabled() and not is_checkpointed:
         scale, shift, epsilon = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
         return _Linear.apply(x, linear.weight, linear.bias, scale, shift, epsilon, activation, is_fast)
-    normed = x if norm is None else norm(_in_full(x))
+    normed = x if norm is None else norm(_to_fp32(x))
     inner = activation(normed) if activation else normed
     # In a checkpointed part activations are kept only briefly, so the norm is left to plain autograd, which is faster.
     # The product is too under autocast. In full precision it stays `_Linear`, whose backward pass leaves autocast: if
@@ -140,7 +140,7 @@ def fused_linear(
     if torch.is_grad_enabled() and not (is_checkpointed and torch.is_autocast_enabled(inner.device.type)):
         out = _Linear.apply(inner, linear.weight, linear.bias, None, None, 0.0, None, is_fast)
     else:
-        out = _product(is_fast)(inner, _as_multiplied(linear.weight, inner), linear.bias)
+        out = _product(is_fast)(inner, _cast_weight(linear.weight, inner), linear.bias)
     return out if low_rank is None else out + low_rank(inner)
 
 
@@ -155,7 +155,7 @@ def fused_linears(
     is_adapted = any(isinstance(linear, AdaptedLinear) for linear in linears)
     is_graph_kept = torch.is_grad_enabled() and not is_adapted
     if norm is not None and (is_checkpointed or not is_graph_kept):
-        x = norm(_in_full(x))
+        x = norm(_to_fp32(x))
         norm = None
     if not is_graph_kept:
         return tuple(fused_linear(x, linear) for linear in linears)
@@ -216,7 +216,7 @@ class _Linear(torch.autograd.Function):
         if scale is not None:
             x, _, _ = _normalize(x, scale, shift, epsilon)
         inner = activation(x) if activation else x
-        rows = _product(is_fast)(inner.flatten(0, -2), _as_multiplied(weight, x), bias)
+        rows = _product(is_fast)(inner.flatten(0, -2), _cast_weight(weight, x), bias)
         # _unsafe_view is not a view to autograd, so queries and keys may be rotated in place.
         return torch.ops.aten._unsafe_view(rows, [*x.shape[:-1], -1])
 
@@ -246,7 +246,7 @@ class _Linear(torch.autograd.Function):
             return grad_inner, grad_weight, grad_bias, None, None, None, None, None
         del normed
         grad_x, grad_scale, grad_shift = torch.ops.aten.native_layer_norm_backward(
-            grad_inner, _in_full(x), scale.shape, mean, inverse_deviation, scale, shift, [True, True, True]
+            grad_inner, _to_fp32(x), scale.shape, mean, inverse_deviation, scale, shift, [True, True, True]
         )
         return grad_x, grad_weight, grad_bias, grad_scale, grad_shift, None, None, None
 
@@ -276,7 +276,7 @@ class _Linears(torch.autograd.Function):
             inner = inner.to(dtype)
             multiplied = [weight.to(dtype) for weight in matrices]
         else:
-            multiplied = [_as_multiplied(weight, inner) for weight in matrices]
+            multiplied = [_cast_weight(weight, inner) for weight in matrices]
         # In a checkpointed part activations are kept only briefly: as they were multiplied, without another cast.
         saved = [inner, *multiplied] if is_checkpointed else [x, *matrices]
         ctx.save_for_backward(scale, shift, *saved)
@@ -321,7 +321,7 @@ class _Linears(torch.autograd.Function):
         if scale is None:
             return grad_inner, None, None, None, None, None, *grad_weights
         grad_x, grad_scale, grad_shift = torch.ops.aten.native_layer_norm_backward(
-            grad_inner, _in_full(x), scale.shape, mean, inverse_deviation, scale, shift, [True, True, True]
+            grad_inner, _to_fp32(x), scale.shape, mean, inverse_deviation, scale, shift, [True, True, True]
         )
         return grad_x, grad_scale, grad_shift, None, None, None, *grad_weights
 
@@ -349,7 +349,7 @@ def _product(is_fast: bool) -> Callable[..., torch.Tensor]:
     return fast_linear if is_fast else F.linear
 
 
-def _as_multiplied(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _cast_weight(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return the weight cast to x's precision if it is stored in another one; the copy lives for one product."""
     # Autocast casts weights itself.
     return weight if torch.is_autocast_enabled(x.device.type) else weight.to(x.dtype)
@@ -359,10 +359,10 @@ def _normalize(
     x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor | None, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the LayerNorm of x in at least fp32, the means and the inverse standard deviations."""
-    return torch.native_layer_norm(_in_full(x), scale.shape, scale, shift, epsilon)
+    return torch.native_layer_norm(_to_fp32(x), scale.shape, scale, shift, epsilon)
 
 
-def _in_full(x: torch.Tensor) -> torch.Tensor:
+def _to_fp32(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 

@@ -112,9 +112,11 @@ def run_recomputed(
 
     def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
         if not keeps_attention:
-            return _within(nullcontext, None, None), _within(nullcontext, state, counters)
+            return _recomputation_context(nullcontext, None, None), _recomputation_context(nullcontext, state, counters)
         saved_results = KeptResults()
-        return _within(saved_results.save_next, None, None), _within(saved_results.restore_next, state, counters)
+        return _recomputation_context(saved_results.save_next, None, None), _recomputation_context(
+            saved_results.restore_next, state, counters
+        )
 
     is_default = keeps_random_state and masks is None and counters is None
     run = partial(checkpoint, use_reentrant=False, preserve_rng_state=is_default, context_fn=contexts)
@@ -123,16 +125,16 @@ def run_recomputed(
     first, *remaining = inputs
     assert isinstance(first, torch.Tensor)
     # The hooks apply to tensors that the checkpoint saves: its only input, as the others are bound to the function.
-    with saved_tensors_hooks(lambda saved: saved.to(input_place), partial(_moved_to, first.device)):
+    with saved_tensors_hooks(lambda saved: saved.to(input_place), partial(_move_to, first.device)):
         return run(lambda value: function(value, *remaining), first)
 
 
-def _moved_to(device: torch.device, saved: torch.Tensor) -> torch.Tensor:
+def _move_to(device: torch.device, saved: torch.Tensor) -> torch.Tensor:
     return saved.to(device)
 
 
 @contextmanager
-def _within(
+def _recomputation_context(
     keeper: Callable[[], AbstractContextManager], state: torch.Tensor | None, counters: MaskCounters | None
 ) -> Iterator[None]:
     """Set `recomputed_part` and, with a `state` or counters, let dropout draw the masks of the forward pass again."""

@@ -250,7 +250,7 @@ def resolve_plan(
     with advice if the model's state or an utterance exceeds the budget.
     """
     conditions = plan_conditions(config, architecture, device, ranks)
-    if stored and not config.memory.replan and (known := _plan_under(conditions, stored)):
+    if stored and not config.memory.replan and (known := _stored_plan(conditions, stored)):
         return known
     budget = parse_budget(config.memory.memory_budget) if config.memory.memory_budget else free
     rate = float(train.tokens.sum() / train.seconds.sum())
@@ -275,7 +275,7 @@ def resolve_plan(
         if concurrent > 1:
             shared = Planner(traces, budget, rate, concurrent)
             side_by_side = _plan_buckets(config, shared, conditions, train, validation)
-            if _has_room_for_two(side_by_side, plan, is_asked_for=config.data.concurrent_micro_batches != AUTO):
+            if _fits_concurrently(side_by_side, plan, is_asked_for=config.data.concurrent_micro_batches != AUTO):
                 plan = side_by_side
     _check_every_utterance_fits(plan.buckets, train, config, budget, architecture.framing.unit)
     if costs.is_cuda and not costs.graphs and placement.is_on_card and ranks.world_size == 1:
@@ -284,7 +284,7 @@ def resolve_plan(
     return dataclasses.replace(plan, placement=placement)
 
 
-def _plan_under(conditions: int, stored: Mapping[str, object]) -> MemoryPlan | None:
+def _stored_plan(conditions: int, stored: Mapping[str, object]) -> MemoryPlan | None:
     """Return the checkpoint's plan, or None if it was made under other conditions."""
     plan = read_plan(stored)
     if plan.conditions == conditions:
@@ -317,7 +317,7 @@ def resolve_placement(
     return choose_placement(requested, blocks, has_masters, fits)
 
 
-def _has_room_for_two(side_by_side: MemoryPlan, plan: MemoryPlan, is_asked_for: bool) -> bool:
+def _fits_concurrently(side_by_side: MemoryPlan, plan: MemoryPlan, is_asked_for: bool) -> bool:
     """Return whether parallel micro-batches fit; unless requested, they must not recompute additional blocks."""
     if not all(bucket.utterances for bucket in side_by_side.buckets):
         return False

@@ -221,7 +221,7 @@ class PlanReport:
             *self._ranks(),
             f"{self.placement}{host}; a checkpoint needs {_mib(self.checkpoint)} of disk space.",
             "",
-            f"{'':24}{'utterances of':>14}{'at once':>9}{self._input:>9}{'activations':>13}{'peak':>11}",
+            f"{'':24}{'utterances of':>14}{'at once':>9}{self._input_noun:>9}{'activations':>13}{'peak':>11}",
         ]
         for answer in self.answers:
             title = f"{'keeping activations' if answer.gradient_checkpointing == 'never' else 'recomputing all'}"
@@ -230,18 +230,18 @@ class PlanReport:
                 title = ""
             longest = f"{answer.longest_seconds:g} {self.unit}" if answer.longest_seconds else "none"
             lines.append(f"{'':24}longest utterance that fits: {longest}")
-        lines += ["", f"Validation: peak {_mib(self.validation_peak)}.{self._loss_alone()}"]
+        lines += ["", f"Validation: peak {_mib(self.validation_peak)}.{self._loss_only_sentence()}"]
         lines += ["", f"Flags for the trainer: {self.flags}"]
         return "\n".join(lines)
 
-    def _loss_alone(self) -> str:
+    def _loss_only_sentence(self) -> str:
         """Return a sentence if validation generates no texts (`MemoryPlan.has_memory_for_search`)."""
         if self.has_memory_for_search:
             return ""
         return " That is more than the budget: only the loss is computed, without a search."
 
     @property
-    def _input(self) -> str:
+    def _input_noun(self) -> str:
         return "audio" if self.unit == SECONDS.name else "input"
 
     def _ranks(self) -> list[str]:

@@ -129,7 +129,7 @@ class StepTracer:
         # With offloading, a part of the state is on the host: count by device.
         if not (self._parts.forward.weights and self.costs.is_cuda):
             return model_state_bytes(self._parts.model, self._parts.optimizer.tensors)
-        state, _ = self._counted()
+        state, _ = self._byte_counters()
         self._count_state(state, with_gradients=True)
         return state.live
 
@@ -141,7 +141,7 @@ class StepTracer:
 
     def trace_global_batch(self, global_batch: GlobalBatch, recompute: RecomputePolicy) -> Peak:
         """Trace a step over a global batch of real or traced tensors; of its inputs, count only the largest."""
-        live, host = self._counted()
+        live, host = self._byte_counters()
         phases = _TracedPhases(live)
         # One micro-batch at a time: the planner adds up concurrent ones.
         forward = dataclasses.replace(self._parts.forward, recompute=recompute, concurrent_micro_batches=1)
@@ -170,16 +170,16 @@ class StepTracer:
 
     def trace_validation(self, shape: BatchShape) -> int:
         """Return the peak bytes of recognising a batch, weights and optimizer state included, without gradients."""
-        live, _ = self._counted()
+        live, _ = self._byte_counters()
         self._count_state(live, with_gradients=False)
         forward = self._parts.forward
         forward.model.eval()
         batch = self._batch(shape)
         with self._mode, torch.no_grad(), live, forward.decoder_on_device():
-            recognize(forward, batch, functools.partial(_greedy_on_the_device, longest_target=shape.tokens))
+            recognize(forward, batch, functools.partial(_greedy_device_part, longest_target=shape.tokens))
         return live.peak
 
-    def _counted(self) -> tuple[LiveBytes, LiveBytes]:
+    def _byte_counters(self) -> tuple[LiveBytes, LiveBytes]:
         """Return byte counters of the device and of host memory; a CPU counts both as the device."""
         return LiveBytes(self.costs.rounding, TRACED_DEVICE if self.costs.is_cuda else None), LiveBytes(
             place=TRACED_HOST
@@ -246,7 +246,7 @@ class _OptimizerWithoutReset(Optimizer):
         of a model with 3 billion parameters would take 85 % of a trace.
         """
         groups = self._optimizer.param_groups
-        self._optimizer.param_groups = [group | {"params": _one_of_each(group["params"])} for group in groups]
+        self._optimizer.param_groups = [group | {"params": _distinct_parameters(group["params"])} for group in groups]
         self._optimizer.step()
         self._optimizer.param_groups = groups
 
@@ -254,7 +254,7 @@ class _OptimizerWithoutReset(Optimizer):
         """Keep the gradients."""
 
 
-def _one_of_each(parameters: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+def _distinct_parameters(parameters: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
     """Return the first parameter of each shape, layout, dtype and device."""
     first: dict[tuple[object, ...], torch.nn.Parameter] = {}
     for parameter in parameters:
@@ -271,7 +271,7 @@ def _cast_input_to_fp32(_module: torch.nn.Module, inputs: tuple[torch.Tensor, ..
     return tuple(tensor.float() for tensor in inputs) if torch.is_autocast_enabled("cpu") else inputs
 
 
-def _greedy_on_the_device(
+def _greedy_device_part(
     model: Network, encoded: torch.Tensor, encoded_lengths: Lengths, longest_target: int
 ) -> list[list[int]]:
     """Run the device part of greedy decoding; the rest runs on the host.

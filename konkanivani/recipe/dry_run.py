@@ -47,7 +47,7 @@ def dry_run(command_line: CommandLine) -> str:
             start = dataclasses.replace(start, config=config, locks=(RunLock(config.run.checkpoint_dir),))
             estimate, compared = _try_steps(start, clock)
             gc.collect()  # free the first run's weights before the resumed run is built
-            difference = _try_going_on(Path(config.run.checkpoint_dir), clock)
+            difference = _try_resume(Path(config.run.checkpoint_dir), clock)
     clock.done("removed", "all files of the dry run are removed")
     summary = {"dry_run": True, **dataclasses.asdict(estimate), "tensors_compared": compared}
     summary |= {"resumed_difference": difference, "seconds": clock.seconds()}
@@ -95,21 +95,21 @@ def _try_steps(start: Start, clock: StageClock) -> tuple[Estimate, int]:
         _train_until(run, steps_before + STEPS)
         estimate = _estimate(run, steps_before)
         clock.done("two steps", estimate.sentence())
-        few = _few(run)
+        few = _short_validation(run)
         if few is not None:
             evaluation = run.evaluate(few)
             clock.done("validation", f"{count(evaluation.utterances, 'utterance')}, loss {evaluation.losses.all:.2f}")
-        saved = read_checkpoint(_kept(run, SECOND))
+        saved = read_checkpoint(_rename_last(run, SECOND))
         check_equal(run.checkpoint(), saved, "The checkpoint read back differs from the state saved")
         compared = sum(isinstance(value, torch.Tensor) for state in saved.states.values() for value in state.values())
         clock.done("saved", f"read back and verified, {count(compared, 'tensor')}, {estimate.checkpoint_mib:.0f} MiB")
         # The reference for the resumed run: the same step without an interruption.
         _train_until(run, run.state.step + 1)
-        _kept(run, THIRD)
+        _rename_last(run, THIRD)
     return estimate, compared
 
 
-def _try_going_on(folder: Path, clock: StageClock) -> float:
+def _try_resume(folder: Path, clock: StageClock) -> float:
     """Resume from the checkpoint of the second step as --resume does, and repeat the third step.
 
     Returns the distance of the weights to the uninterrupted third step, relative to their norm: 0 on a CPU, bit for
@@ -131,17 +131,19 @@ def _try_going_on(folder: Path, clock: StageClock) -> float:
     return difference
 
 
-def _kept(run: Run, name: str) -> Path:
+def _rename_last(run: Run, name: str) -> Path:
     """Rename the last checkpoint, so that no later save (end of an epoch, --save_steps) overwrites it."""
     return (run.storage.checkpointer.directory / LAST).rename(run.storage.checkpointer.directory / name)
 
 
 def _train_until(run: Run, step: int) -> None:
     """Train up to optimizer step `step`, in any number of epochs, with a small validation set."""
-    train(dataclasses.replace(run, data=dataclasses.replace(run.data, validation=_few(run))), last_step=step)
+    train(
+        dataclasses.replace(run, data=dataclasses.replace(run.data, validation=_short_validation(run))), last_step=step
+    )
 
 
-def _few(run: Run) -> EvaluationSet | None:
+def _short_validation(run: Run) -> EvaluationSet | None:
     if run.data.validation is None:
         return None
     middle = run.data.validation.plan[len(run.data.validation.plan) // 2]

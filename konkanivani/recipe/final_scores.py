@@ -91,10 +91,10 @@ def score_forgetting(
     )
     tokenizer = pretrained.vocabulary(settings)
     roots = config.data.audio_roots
-    before = _kept_rates(load_pretrained_evaluation(settings, device, topology), manifest, roots)
+    before = _old_language_rates(load_pretrained_evaluation(settings, device, topology), manifest, roots)
     # Both models get the language and task tokens of --forgetting_language, not of the training.
     trained = dataclasses.replace(load_evaluation_model(checkpoint, device, topology), tokenizer=tokenizer)
-    forgetting = Forgetting(before, _kept_rates(trained, manifest, roots))
+    forgetting = Forgetting(before, _old_language_rates(trained, manifest, roots))
     say(forgetting.sentence(manifest))
     return forgetting
 
@@ -143,7 +143,7 @@ def score_run(run: Run, checkpoint: Path) -> Results:
     return Results(test, conditions, score_forgetting(config, checkpoint, run.topology, device))
 
 
-def _kept_rates(trained: EvaluationModel, manifest: str, named_roots: tuple[str, ...]) -> ErrorRates:
+def _old_language_rates(trained: EvaluationModel, manifest: str, named_roots: tuple[str, ...]) -> ErrorRates:
     decode = greedy_decode(trained.architecture, trained.tokenizer)
     return evaluate_manifest(trained, manifest, decode, named_roots).rates
 

@@ -140,7 +140,7 @@ def check_disk(config: TrainConfig, architecture: Architecture) -> tuple[DiskSpa
     checkpoint_size = checkpoint_bytes(architecture, config.optimizer, config.memory.weight_dtype)
     checkpoints = max_checkpoints(run) * checkpoint_size
     if run.resume:
-        checkpoints -= _held_bytes(Path(run.checkpoint_dir), run.resume)  # replaced checkpoints free their space
+        checkpoints -= _replaced_bytes(Path(run.checkpoint_dir), run.resume)  # replaced checkpoints free their space
     least = DRY_RUN_FILES * checkpoint_size if run.dry_run else 0
     checkpoints = max(least, checkpoints)
     needs = (Path(run.checkpoint_dir), checkpoints), (Path(run.log_dir), max_epochs(run) * LOG_BYTES_AN_EPOCH)
@@ -180,7 +180,7 @@ def free_disk(folder: Path) -> int:
     return status.f_bavail * status.f_frsize if status.f_blocks else 2**62
 
 
-def _held_bytes(checkpoint_dir: Path, resumed: str) -> int:
+def _replaced_bytes(checkpoint_dir: Path, resumed: str) -> int:
     """Return the bytes of existing checkpoints that the resumed run will replace.
 
     Hard links to one file count once. Checkpoints newer than the resumed one are not included: they are moved aside and

@@ -99,7 +99,7 @@ def load_weights(
         full_model = whole_model(start, step)
         # The rules of the flags reject --init_from with --pretrained.
         assert isinstance(full_model, KonkaniVaniASR)
-        _take_weights(start.initial, start.config.tuning, stateful["model"], full_model, tokenizer)
+        _transfer_weights(start.initial, start.config.tuning, stateful["model"], full_model, tokenizer)
 
 
 def _fit_cursor(state: TrainState, checkpoint: Checkpoint, planner: EpochPlanner, change: CorpusChange | None) -> None:
@@ -119,7 +119,7 @@ def _fit_cursor(state: TrainState, checkpoint: Checkpoint, planner: EpochPlanner
         say(f"The training data or its order has changed since the checkpoint: {epoch}.")
 
 
-def _take_weights(
+def _transfer_weights(
     initial: Checkpoint, tuning: TuningConfig, stateful: Stateful, full_model: KonkaniVaniASR, tokenizer: Vocabulary
 ) -> None:
     """Copy the checkpoint weights that fit into `full_model`, and load them into `stateful` if that is sharded."""
@@ -216,8 +216,8 @@ def schedule_rates(start: Start, config: TrainConfig, planner: EpochPlanner, sta
     # The stored length minus the steps that remained then is the finished part, whatever batches were skipped.
     uncapped = (
         old.uncapped_steps
-        - _steps_to_come(stored, old.steps_per_epoch, state.epoch, stored_state(start.resumed).consumed)
-        + _steps_to_come(config, planner.global_batches_per_epoch(), state.epoch, state.consumed)
+        - _remaining_steps(stored, old.steps_per_epoch, state.epoch, stored_state(start.resumed).consumed)
+        + _remaining_steps(config, planner.global_batches_per_epoch(), state.epoch, state.consumed)
     )
     counted = replace(old, uncapped_steps=max(1, uncapped), steps_per_epoch=planner.global_batches_per_epoch())
     run_steps = limit_steps(config, counted.uncapped_steps)
@@ -233,7 +233,7 @@ def schedule_rates(start: Start, config: TrainConfig, planner: EpochPlanner, sta
         schedule = change_length(counted, stored.optimizer, config.optimizer, run_steps, state.step)
     else:
         schedule = counted
-    _tell_change(stored, old, config, schedule, state.step)
+    _print_rate_change(stored, old, config, schedule, state.step)
     return schedule
 
 
@@ -242,7 +242,7 @@ def _new_schedule(config: TrainConfig, planner: EpochPlanner) -> RateSchedule:
     return RateSchedule.of_length(count_steps(config, planner), resolved(config.run.epochs) * per_epoch, per_epoch)
 
 
-def _steps_to_come(config: TrainConfig, steps_per_epoch: int, epoch: int, consumed: int) -> int:
+def _remaining_steps(config: TrainConfig, steps_per_epoch: int, epoch: int, consumed: int) -> int:
     """Return the steps from this position to the end of the last epoch."""
     return max(0, (resolved(config.run.epochs) - epoch) * steps_per_epoch - consumed)
 
@@ -273,7 +273,9 @@ def _steps_per_epoch_before(start: Start, checkpoint: Checkpoint, stored: TrainC
     return -(-utterances // stored.global_batch_size)
 
 
-def _tell_change(stored: TrainConfig, old: RateSchedule, config: TrainConfig, new: RateSchedule, step: int) -> None:
+def _print_rate_change(
+    stored: TrainConfig, old: RateSchedule, config: TrainConfig, new: RateSchedule, step: int
+) -> None:
     """Print the learning rate before and after the resume and the reasons for the change, if any."""
     reasons = []
     for name in RATE_FLAGS:
@@ -289,11 +291,13 @@ def _tell_change(stored: TrainConfig, old: RateSchedule, config: TrainConfig, ne
         return
     before = old.rate(stored.optimizer, step - 1)
     after = new.rate(config.optimizer, step)
-    frozen = _frozen_first(stored, old, config, new, step)
+    frozen = _frozen_layer_rates(stored, old, config, new, step)
     say(f"Learning rate: {before:.2e} at step {step}, {after:.2e} next{frozen}: {'; '.join(reasons)}.")
 
 
-def _frozen_first(stored: TrainConfig, old: RateSchedule, config: TrainConfig, new: RateSchedule, step: int) -> str:
+def _frozen_layer_rates(
+    stored: TrainConfig, old: RateSchedule, config: TrainConfig, new: RateSchedule, step: int
+) -> str:
     """Return the rates of the layers that --freeze_steps leaves frozen at first, while they differ from the head's."""
 
     def rate_of(schedule: RateSchedule, optimizer: OptimizerConfig, at: int) -> tuple[float, float]:

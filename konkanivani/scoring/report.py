@@ -168,7 +168,7 @@ def _aligned_lines(utterance: AlignedUtterance) -> Iterator[str]:
     yield f"  {show_text(utterance.text.id)}: {utterance_words(utterance)}"
     edits = utterance.edits[:MAX_TEXT_WORDS]
     columns = [(show_text(e.reference, 60) or GAP, show_text(e.hypothesis, 60) or GAP, SIGNS[e.kind]) for e in edits]
-    for stretch in _stretches(columns):
+    for stretch in _split_columns(columns):
         for title, row in zip(("reference", "hypothesis", ""), zip(*stretch, strict=True), strict=True):
             # Columns in a terminal: combining marks have no width, some characters have two columns.
             widths = [max(map(display_width, column)) for column in stretch]
@@ -178,7 +178,7 @@ def _aligned_lines(utterance: AlignedUtterance) -> Iterator[str]:
         yield f"    … and {count(len(utterance.edits) - MAX_TEXT_WORDS, 'word')} more"
 
 
-def _stretches(columns: list[tuple[str, str, str]]) -> Iterator[list[tuple[str, str, str]]]:
+def _split_columns(columns: list[tuple[str, str, str]]) -> Iterator[list[tuple[str, str, str]]]:
     """Yield the columns in lines of at most LINE_WIDTH; a wider column has its own line."""
     stretch: list[tuple[str, str, str]] = []
     width = 0

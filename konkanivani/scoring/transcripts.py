@@ -138,7 +138,7 @@ def _parse_json(place: str, line: str, role: Role) -> TranscriptRow:
         text,
         id=_id_of(fields),
         speaker=str(fields.get("speaker") or ""),
-        seconds=_known_seconds(fields.get("duration")),
+        seconds=_valid_seconds(fields.get("duration")),
         pattern=str(fields.get("pattern") or ""),
     )
     # JSON escapes can contain lone surrogates, which cannot be encoded as UTF-8.
@@ -147,7 +147,7 @@ def _parse_json(place: str, line: str, role: Role) -> TranscriptRow:
     return row
 
 
-def _known_seconds(duration: object) -> float | None:
+def _valid_seconds(duration: object) -> float | None:
     """Return a row's duration in seconds; None if it is not a finite number from 0."""
     # bool is a subclass of int.
     if isinstance(duration, bool) or not isinstance(duration, (int, float)):

@@ -129,13 +129,13 @@ def edit_segment(text: str, words: tuple[Word, ...]) -> Segment | None:
         if kind == "equal":
             result += words[first:last]
         elif kind == "replace":
-            result += _divide(edited[start:end], words[first].start, words[last - 1].end)
+            result += _distribute_words(edited[start:end], words[first].start, words[last - 1].end)
         elif kind == "insert":
-            result += _divide(edited[start:end], ends[first], max(ends[first], starts[first]))
+            result += _distribute_words(edited[start:end], ends[first], max(ends[first], starts[first]))
     return Segment(tuple(result)) if result else None
 
 
-def _divide(texts: list[str], start: float, end: float) -> list[Word]:
+def _distribute_words(texts: list[str], start: float, end: float) -> list[Word]:
     """Return words that divide the time from `start` to `end` by their numbers of characters, without confidence."""
     total = sum(map(len, texts))
     words = []

@@ -84,7 +84,7 @@ class Interruption:
                 # Not print: the main thread may hold the lock of stderr.
                 os.write(2, STOPPING)
         with defer_signals():
-            threading.Thread(target=self._end_if_asked_again, args=(reader, number), daemon=True).start()
+            threading.Thread(target=self._end_at_second_signal, args=(reader, number), daemon=True).start()
         time.sleep(PATIENCE)
         self._is_whole.acquire()  # may wait for minutes if a checkpoint is being written to a slow disk
         error = _interrupted(number)
@@ -95,9 +95,9 @@ class Interruption:
 
         end_script(run_script(stop))
 
-    def _end_if_asked_again(self, reader: int, number: int) -> None:
+    def _end_at_second_signal(self, reader: int, number: int) -> None:
         """End the process at a second signal, also while the main thread is in a call that runs no signal handler."""
-        while not _is_asked_again(os.read(reader, 1)[0]):
+        while not _is_second_request(os.read(reader, 1)[0]):
             pass
         self._end_at_once(number)
 
@@ -124,7 +124,7 @@ class Interruption:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         is_again = self.signal_number != 0
-        if self._is_over or (is_again and _is_asked_again(number) and not self._is_rank):
+        if self._is_over or (is_again and _is_second_request(number) and not self._is_rank):
             self._end_at_once(number)
         self.signal_number = self.signal_number or number
 
@@ -138,7 +138,7 @@ class Interruption:
         os._exit(128 + number)
 
 
-def _is_asked_again(number: int) -> bool:
+def _is_second_request(number: int) -> bool:
     """Return whether this further signal requests an immediate exit."""
     return number in (signal.SIGINT, signal.SIGTERM)
 

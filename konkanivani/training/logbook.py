@@ -50,7 +50,7 @@ class JsonLinesSink:
         """Remove incomplete lines and lines after the resumed position; until that succeeds nothing is appended."""
         if not self._is_cut:
             if self._path.is_file():
-                self._cut()
+                self._truncate()
             self._is_cut = True
 
     def write(self, record: Record) -> None:
@@ -67,7 +67,7 @@ class JsonLinesSink:
 
     def close(self) -> None: ...
 
-    def _cut(self) -> None:
+    def _truncate(self) -> None:
         # Line by line into a new file: constant memory, and a kill leaves the old log intact.
         with atomic_replace(self._path) as beside, open(self._path, "rb") as old, open(beside, "wb") as new:
             # A last line without a newline may still be a complete record.
@@ -174,7 +174,7 @@ class Logbook:
             self._attempt(sink, sink.close)
         for name, lost in self._lost.items():
             if lost:
-                self._tell(f"{name}: {lost} records were lost, see the warning above")
+                self._warn_safely(f"{name}: {lost} records were lost, see the warning above")
                 # Reported once, also if close() is called twice.
                 self._lost[name] = 0
 
@@ -194,13 +194,13 @@ class Logbook:
             cause = (sink.name, type(error), getattr(error, "errno", None))
             if cause not in self._warned:
                 self._warned.add(cause)
-                self._tell(
+                self._warn_safely(
                     f"cannot log to {sink.name}: {type(error).__name__}: {error}. Training continues, and each "
                     "record retries: free disk space or restore the folder"
                 )
             return False
 
-    def _tell(self, message: str) -> None:
+    def _warn_safely(self, message: str) -> None:
         # Standard error may itself be a closed pipe or a full disk.
         with suppress(Exception):
             self._warn(message)

@@ -104,14 +104,14 @@ class FullState:
 
     def state_dict(self) -> dict[str, object]:
         """Return the state with its tensors gathered one by one; ranks other than the first get empty tensors."""
-        return {name: self._gathered(value) for name, value in self._part.state_dict().items()}
+        return {name: self._gather(value) for name, value in self._part.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> object:
         """Load this rank's shards of the whole tensors, which every rank passes."""
         own = self._part.state_dict()
         return self._part.load_state_dict({name: _shard_like(value, own.get(name)) for name, value in state.items()})
 
-    def _gathered(self, value: object) -> object:
+    def _gather(self, value: object) -> object:
         if not isinstance(value, DTensor):
             return value
         with raise_rank_lost():
@@ -142,17 +142,17 @@ class TrainedPart:
         # signal may save in that time.
         self._names = [name for name, weight in model.named_parameters() if weight.requires_grad]
 
-    def _trained(self) -> dict[str, torch.nn.Parameter]:
+    def _trained_weights(self) -> dict[str, torch.nn.Parameter]:
         weights = dict(self._model.named_parameters())
         return {name: weights[name] for name in self._names}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the trainable weights by their names in the model."""
-        return {name: weight.detach() for name, weight in self._trained().items()}
+        return {name: weight.detach() for name, weight in self._trained_weights().items()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Copy the weights into the model; raise RuntimeError if names or shapes differ."""
-        trained = self._trained()
+        trained = self._trained_weights()
         if trained.keys() != state.keys():
             raise RuntimeError(f"its weights do not match the trained part: {sorted(trained.keys() ^ state.keys())[0]}")
         # In-place copies keep the parameter objects that the optimizer holds.

@@ -101,7 +101,7 @@ def _ids(global_batch: GlobalBatch) -> list[tuple[str, ...]]:
 def _global_batch_of(run: Run, speech: TrainDataset, order: np.ndarray) -> GlobalBatch:
     """Return the first utterances of the order, up to one full micro-batch, as two identical micro-batches."""
     stream = run.data.global_batches
-    readable = _readable(run, speech, order)
+    readable = _readable_examples(run, speech, order)
     first = next(readable)
     most = min(largest_size(first.seconds, stream.limits), stream.planner.global_batch_size)
     speeches = [first, *islice(readable, most - 1)]
@@ -115,7 +115,7 @@ def _global_batch_of(run: Run, speech: TrainDataset, order: np.ndarray) -> Globa
     )
 
 
-def _readable(run: Run, speech: TrainDataset, order: np.ndarray) -> Iterator[Example]:
+def _readable_examples(run: Run, speech: TrainDataset, order: np.ndarray) -> Iterator[Example]:
     """Yield the utterances of the order; unreadable ones are rejected, as in training."""
     for number in order:
         example = speech[0, int(number)]

@@ -300,7 +300,7 @@ def ignore_parents(beam, longest):
     return torch.zeros_like(beam.lengths), torch.zeros_like(beam.lengths, dtype=torch.bool)
 
 
-@pytest.mark.parametrize("part, mistake", [("_open_to", allow_repeats_without_blank), ("_parents", ignore_parents)])
+@pytest.mark.parametrize("part, mistake", [("_extendable", allow_repeats_without_blank), ("_parents", ignore_parents)])
 def test_negative_control_wrong_prefix_merge_is_detected(part, mistake, monkeypatch):
     """With either mistake, the search is not exact."""
     log_probabilities = random_log_probabilities(0, (4,), 3)

@@ -27,7 +27,7 @@ ADVICE = {
     "ADVICE",
     "FOREIGN",
     "OTHER",
-    "_no_folder(path)",
+    "_no_folder_message(path)",
     "self._languages_to_use(language)",
     "_remedy(capability)",
     "_largest_preset(config, budget - beside)",

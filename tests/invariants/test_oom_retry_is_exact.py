@@ -190,9 +190,9 @@ def test_small_chunks_with_dropout_equal_full_step():
 
 def test_negative_control_chunks_without_carried_state_differ(monkeypatch):
     parts = parts_of()
-    through_chunk = ctc._through_chunk
+    through_chunk = ctc._advance_chunk
     monkeypatch.setattr(
-        ctc, "_through_chunk", lambda *inputs: through_chunk(*inputs[:4], inputs[4].detach(), *inputs[5:])
+        ctc, "_advance_chunk", lambda *inputs: through_chunk(*inputs[:4], inputs[4].detach(), *inputs[5:])
     )
     train_step(failing_chunks(parts, "ctc forward", SMALL_CHUNK_FRAMES, ERRORS["cpu"]), global_batch(LONG, 2), step=3)
     assert largest_difference(reference_step(2, is_long=True)[0], parts) > 1e-3

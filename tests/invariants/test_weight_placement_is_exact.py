@@ -151,7 +151,7 @@ def test_negative_control_stale_half_precision_copies_are_detected() -> None:
 
 def test_negative_control_lost_gradients_of_offloaded_weights_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: fetched weights are unknown to autograd."""
-    monkeypatch.setattr(placements.OffloadedWeights, "_in_place_of", lambda self, master, copy: copy)
+    monkeypatch.setattr(placements.OffloadedWeights, "_copy_in_dtype", lambda self, master, copy: copy)
     assert different_tensors(on_gpu(native, "never", "conformer"), weights_after(native(ALL), STEPS))
 
 

@@ -459,6 +459,6 @@ def test_tracing_one_parameter_of_each_layout_gives_the_peak_of_all(kind, place,
     monkeypatch.setattr(build, "step", allocating)
     short = traced()
     count = len(updates)
-    monkeypatch.setattr(tracer_module, "_one_of_each", lambda parameters: parameters)
+    monkeypatch.setattr(tracer_module, "_distinct_parameters", lambda parameters: parameters)
     assert traced() == short and 2 * count < len(updates) - count
     assert short != plain  # negative control: a peak within the update is detected

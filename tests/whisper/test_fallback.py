@@ -256,7 +256,7 @@ def test_tokens_are_sampled_from_softmax_at_temperature(model, vocabulary, utter
     for temperature, others in ((0.6, 1.5), (1.0, 0.4)):
         decode = build_fallback(vocabulary, temperatures=(temperature,), max_compression=-1.0)
         seeds = [dataclasses.replace(with_token_limit(decode, 1), seed=seed) for seed in range(draws)]
-        results = [int(one._drawn(temperature)(0, [0], scores.log_softmax(0)[None])) for one in seeds]
+        results = [int(one._sampler(temperature)(0, [0], scores.log_softmax(0)[None])) for one in seeds]
         for one, first in zip(seeds[:5], results, strict=False):
             assert decode_frames(one, model, loop)[0] == [first] * (first != vocabulary.special.end)
         counts = torch.bincount(torch.tensor(results), minlength=len(scores))

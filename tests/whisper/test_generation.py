@@ -241,5 +241,5 @@ def test_negative_control_other_rules_give_other_ids(cases, change):
 
 @pytest.mark.parametrize("cases", ["tiny"], indirect=True)
 def test_negative_control_without_summed_times_ids_differ(cases, monkeypatch):
-    monkeypatch.setattr(rules_module, "_times_where_likelier", lambda scores, first: scores)
+    monkeypatch.setattr(rules_module, "_prefer_timestamps", lambda scores, first: scores)
     assert any(case.search_with_rules(case.vocabulary_for(True).rules) != case.expected[True] for case in cases)

@@ -78,7 +78,7 @@ class ChannelMixer:
             self._powers = ChannelPowers(samples.shape[1])
         self._powers.add(samples.numpy())
         channel, _ = self._powers.choose()
-        return _of_channel(samples, channel).float()
+        return _select_channel(samples, channel).float()
 
 
 def choose_channel(samples: np.ndarray) -> tuple[int | None, str]:
@@ -95,7 +95,7 @@ def mix(samples: np.ndarray, source: AudioSource) -> torch.Tensor:
     channels = torch.from_numpy(samples)
     if channels.shape[1] == 1:
         return channels[:, 0]
-    return _of_channel(channels, _report(*choose_channel(samples), source))
+    return _select_channel(channels, _report(*choose_channel(samples), source))
 
 
 def mix_blocks(blocks: Iterable[np.ndarray], source: AudioSource) -> Iterator[torch.Tensor]:
@@ -116,7 +116,7 @@ def mix_blocks(blocks: Iterable[np.ndarray], source: AudioSource) -> Iterator[to
             break
     channel = None if powers is None else _report(*powers.choose(), source)
     for block in itertools.chain(waiting, stream):
-        yield _of_channel(torch.from_numpy(block), channel)
+        yield _select_channel(torch.from_numpy(block), channel)
 
 
 def _report(channel: int | None, reason: str, source: AudioSource) -> int | None:
@@ -130,5 +130,5 @@ def _report(channel: int | None, reason: str, source: AudioSource) -> int | None
     return channel
 
 
-def _of_channel(channels: torch.Tensor, channel: int | None) -> torch.Tensor:
+def _select_channel(channels: torch.Tensor, channel: int | None) -> torch.Tensor:
     return channels.mean(dim=1) if channel is None else channels[:, channel].contiguous()

@@ -161,7 +161,7 @@ def read_header(source: AudioSource) -> AudioHeader:
         frames = sound.count()
         if not frames:
             raise UnusableAudio(source, "it contains no samples")
-        missing = header.missing if sound.is_counted else _missing(header.frames - frames, header)
+        missing = header.missing if sound.is_counted else _missing_seconds(header.frames - frames, header)
         return replace(header, frames=frames, missing=missing)
 
 
@@ -183,14 +183,14 @@ def read_samples(source: AudioSource, most_seconds: float = float("inf")) -> tup
         frames_to_read = int(min(count, most_seconds * header.rate))
         claimed = min(frames_to_read, header.frames)
         if 4 * claimed * header.channels > MAX_BYTES:
-            raise _too_much(claimed, source, header)
+            raise _size_error(claimed, source, header)
         if first:
             # libsndfile seeks to the start of a span; FFmpeg decodes everything before it.
             first = sound.skip(first)
         # One frame above the limit, so that a file of unknown length that exceeds it is noticed.
         samples = sound.read(min(frames_to_read, MAX_BYTES // (4 * header.channels) + 1))
         if 4 * samples.size > MAX_BYTES:
-            raise _too_much(len(samples), source, header)
+            raise _size_error(len(samples), source, header)
         if not sound.is_counted:
             _check_length(first, len(samples) + sound.skip(count - frames_to_read), header, source)
     samples = select_channel(samples, source.channel)
@@ -226,10 +226,10 @@ def read_blocks(source: AudioSource, seconds: float) -> Iterator[np.ndarray]:
                 break
     if not done:
         raise UnusableAudio(source, "it contains no samples")
-    _warn_of_missing(_missing(header.frames - done, header), source)
+    _warn_of_missing(_missing_seconds(header.frames - done, header), source)
 
 
-def _missing(frames: int, header: AudioHeader) -> float:
+def _missing_seconds(frames: int, header: AudioHeader) -> float:
     """Return the seconds of these missing frames; 0 within the tolerance for padding and rounding."""
     seconds = frames / header.rate
     return seconds if seconds > duration_tolerance(header.seconds) else 0.0
@@ -254,7 +254,7 @@ def _span(header: AudioHeader, source: AudioSource, is_counted: bool) -> tuple[i
     if span is None:
         stated = header.seconds if source.seconds is None else source.seconds
         if abs(header.seconds - stated) > duration_tolerance(stated):
-            raise _other_length(header.seconds, header.missing, source)
+            raise _length_error(header.seconds, header.missing, source)
         return 0, header.frames
     start, seconds = span
     first = round(start * header.rate)
@@ -273,16 +273,16 @@ def _check_length(first: int, frames: int, header: AudioHeader, source: AudioSou
         raise UnusableAudio(source, f"it ends at {seconds:.2f} s")
     if span is None and source.seconds is not None:
         if abs(seconds - source.seconds) > duration_tolerance(source.seconds):
-            missing = _missing(header.frames - frames, header) if seconds < source.seconds else 0.0
-            raise _other_length(seconds, missing, source)
+            missing = _missing_seconds(header.frames - frames, header) if seconds < source.seconds else 0.0
+            raise _length_error(seconds, missing, source)
 
 
-def _other_length(seconds: float, missing: float, source: AudioSource) -> UnusableAudio:
+def _length_error(seconds: float, missing: float, source: AudioSource) -> UnusableAudio:
     cut = f": it is {missing:.1f} s shorter than its header states" if missing else ""
     return UnusableAudio(source, f"it lasts {seconds:.2f} s, not {source.seconds:.2f} s as in its row{cut}")
 
 
-def _too_much(frames: int, source: AudioSource, header: AudioHeader) -> UnusableAudio:
+def _size_error(frames: int, source: AudioSource, header: AudioHeader) -> UnusableAudio:
     return UnusableAudio(
         source, f"{frames / header.rate:.0f} s of {header.channels} channels are too much for one read"
     )
@@ -297,7 +297,7 @@ def _open(source: AudioSource) -> Iterator[SoundReader]:
             if sound.is_counted:
                 # libsndfile shortens the length of a truncated file silently.
                 missing = missing_share(opened) * sound.header.frames
-                sound.header = replace(sound.header, missing=_missing(round(missing), sound.header))
+                sound.header = replace(sound.header, missing=_missing_seconds(round(missing), sound.header))
             yield sound
 
 

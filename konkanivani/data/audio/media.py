@@ -126,8 +126,8 @@ class Readers:
 
     def __init__(self) -> None:
         self._all: set[Reader] = set()
-        self._begin_anew()
-        os.register_at_fork(after_in_child=self._begin_anew)
+        self._reset_after_fork()
+        os.register_at_fork(after_in_child=self._reset_after_fork)
 
     def take(self) -> Reader:
         """Return a decoder process for exclusive use until `give_back`; raise `ReaderFailed` if none can be started."""
@@ -155,7 +155,7 @@ class Readers:
             self._all.discard(reader)
         reader.close()
 
-    def _begin_anew(self) -> None:
+    def _reset_after_fork(self) -> None:
         """Reset the pool after a fork: the decoder processes belong to the parent."""
         readers = self._all
         # A new lock: another thread of the parent may have held the old one during the fork.
@@ -232,7 +232,7 @@ class MediaSound:
         left = count
         while left > 0:
             wanted = min(left, max(1, PIECE_SAMPLES // channels))
-            piece = np.frombuffer(self._ask(b"r", wanted), np.float32).reshape(-1, channels)
+            piece = np.frombuffer(self._request(b"r", wanted), np.float32).reshape(-1, channels)
             self._go_on(len(piece))
             pieces.append(piece)
             left -= len(piece)
@@ -246,7 +246,7 @@ class MediaSound:
         left = count
         while left > 0:
             wanted = min(left, DROPPED_SECONDS * self.header.rate)
-            dropped = int.from_bytes(self._ask(b"s", wanted), "little")
+            dropped = int.from_bytes(self._request(b"s", wanted), "little")
             self._go_on(dropped)
             left -= dropped
             if dropped < wanted:
@@ -266,7 +266,7 @@ class MediaSound:
 
     def _begin(self) -> None:
         """Open the file in a decoder process and skip the frames that have been read already."""
-        answer = json.loads(self._ask(b"o", self.opened.begin, self.opened.size, self.opened.file.fileno()))
+        answer = json.loads(self._request(b"o", self.opened.begin, self.opened.size, self.opened.file.fileno()))
         # A damaged header can state a negative or absurd duration; it then counts as none.
         claimed = answer["claimed"] if 0 < (answer["claimed"] or 0) < 1e12 else 0
         self.header = AudioHeader(round(claimed * answer["rate"]), answer["rate"], answer["channels"])
@@ -274,7 +274,7 @@ class MediaSound:
         self.done = 0
         self.skip(done)
 
-    def _ask(self, kind: bytes, *details: int) -> bytearray:
+    def _request(self, kind: bytes, *details: int) -> bytearray:
         try:
             self.reader = self.reader or READERS.take()
             return self.reader.ask(kind, *details)
@@ -288,7 +288,7 @@ class MediaSound:
                 raise UnusableAudio(self.source, str(failure)) from None
         if kind != b"o":
             self._begin()  # the new process must open the file and return to the same frame first
-        return self._ask(kind, *details)
+        return self._request(kind, *details)
 
     def _go_on(self, frames: int) -> None:
         self.done += frames

@@ -64,16 +64,16 @@ def is_named_inside(audio_filepath: str, roots: tuple[str, ...]) -> bool:
     # A relative path without `..` cannot leave its folder. The common case must be fast: this runs for every row.
     if ".." not in audio_filepath or audio_filepath.startswith("/"):
         return True
-    return _lies_in(os.path.normpath(os.path.join(roots[0], audio_filepath)), roots)
+    return _is_inside(os.path.normpath(os.path.join(roots[0], audio_filepath)), roots)
 
 
 def resolved_inside(path: str, roots: tuple[str, ...]) -> str | None:
     """Return the path with its links resolved; None if the result is outside of all roots."""
     resolved = os.path.realpath(path)
-    return resolved if _lies_in(resolved, roots) else None
+    return resolved if _is_inside(resolved, roots) else None
 
 
-def _lies_in(path: str, roots: tuple[str, ...]) -> bool:
+def _is_inside(path: str, roots: tuple[str, ...]) -> bool:
     # With a slash after the root, so that /data does not include /database.
     return any(path == root or path.startswith(root if root.endswith("/") else root + "/") for root in roots)
 

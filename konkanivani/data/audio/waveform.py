@@ -199,16 +199,16 @@ class Resampler:
             return block
         self._length += len(block)
         self._waiting = torch.cat([self._waiting, block])
-        return self._filtered((self._length - self._reach) * self._new // self._old)
+        return self._filter((self._length - self._reach) * self._new // self._old)
 
     def finish(self) -> torch.Tensor:
         """Return the remaining output samples at the end of the stream."""
         if self._old == self._new:
             return torch.zeros(0)
         self._waiting = torch.cat([self._waiting, torch.zeros(2 * self._reach)])
-        return self._filtered(resampled_samples(self._length, self._old, self._new))
+        return self._filter(resampled_samples(self._length, self._old, self._new))
 
-    def _filtered(self, ready: int) -> torch.Tensor:
+    def _filter(self, ready: int) -> torch.Tensor:
         """Return the output samples up to sample `ready`, and drop the input that no later sample needs."""
         if ready <= self._done:
             return torch.zeros(0)

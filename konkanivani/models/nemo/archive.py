@@ -105,7 +105,7 @@ def _read_members(file: io.BufferedIOBase, path: Path, spool: BinaryIO | None) -
     weights: BinaryIO | None = None
     small = 0
     most = MOST_INFLATED * path.stat().st_size
-    for count, member in enumerate(_walk(file, path)):
+    for count, member in enumerate(_walk_members(file, path)):
         place, _, name = member.name.rpartition("/")
         # Names are never used as paths; a suspicious one is rejected nevertheless.
         if ".." in place.split("/") or member.name.startswith("/"):
@@ -127,7 +127,7 @@ def _read_members(file: io.BufferedIOBase, path: Path, spool: BinaryIO | None) -
             small += member.size
             if small > MOST_SMALL_BYTES or (name == CONFIG and member.size > MOST_CONFIG_BYTES):
                 raise refused(path, f"its {name:.80} has {member.size} bytes, more than the limit")
-            contents[name] = _whole(file, member.size)
+            contents[name] = _read_exactly(file, member.size)
     for name in (CONFIG, WEIGHTS):
         if name not in contents:
             raise refused(path, f"it contains no {name}", "Use a file saved by NeMo")
@@ -138,7 +138,7 @@ def _read_members(file: io.BufferedIOBase, path: Path, spool: BinaryIO | None) -
     return NemoArchive(path, contents[CONFIG], tokenizers, first[:200], weights)
 
 
-def _walk(file: io.BufferedIOBase, path: Path) -> Iterator[tarfile.TarInfo]:
+def _walk_members(file: io.BufferedIOBase, path: Path) -> Iterator[tarfile.TarInfo]:
     """Yield every member's header with `file` positioned at its data; only headers and extended headers are read."""
     # `tarfile` would read an extended header of any stated length into memory.
     while True:
@@ -157,7 +157,7 @@ def _walk(file: io.BufferedIOBase, path: Path) -> Iterator[tarfile.TarInfo]:
         if member.size < 0:
             raise refused(path, f"its member {member.name!r:.80} states {member.size} bytes")
         if member.type in (tarfile.XHDTYPE, tarfile.XGLTYPE):
-            if member.size > MOST_NOTES_BYTES or CHANGES.search(_whole(file, member.size)):
+            if member.size > MOST_NOTES_BYTES or CHANGES.search(_read_exactly(file, member.size)):
                 raise refused(path, "an extended header changes the name or size of a member")
         else:
             yield member
@@ -165,7 +165,7 @@ def _walk(file: io.BufferedIOBase, path: Path) -> Iterator[tarfile.TarInfo]:
         file.seek(start + -(-member.size // BLOCK) * BLOCK)
 
 
-def _whole(file: io.BufferedIOBase, size: int) -> bytes:
+def _read_exactly(file: io.BufferedIOBase, size: int) -> bytes:
     data = file.read(size)
     if len(data) < size:
         raise EOFError
@@ -370,18 +370,18 @@ def read_pieces(model: bytes) -> Pieces:
     # The model starts with the tag of the first piece and its length.
     size, start = _read_number(model, 1)
     is_bare = old.bos_id() < 0
-    added = b"".join(_piece(NAMES[number]) for number in (46, 47)) if is_bare else b""
+    added = b"".join(_control_piece(NAMES[number]) for number in (46, 47)) if is_bare else b""
     trainer = b"".join(field(number, token) for number, token in IDS.items())
     trainer += b"".join(field(number, name.encode()) for number, name in NAMES.items())
     unknown = model[: start + size]
     remainder = model[start + size :]
     # A later TrainerSpec is merged with the model's own and overrides its ids.
-    extended = _piece(NAMES[48]) + unknown + added + remainder + field(TRAINER, trainer)
+    extended = _control_piece(NAMES[48]) + unknown + added + remainder + field(TRAINER, trainer)
     old_ids = (None, 0, *((None, None) if is_bare else ()), *range(1, len(names)))
-    return Pieces(_checked(extended, names, old_ids), old_ids, names)
+    return Pieces(_check_pieces(extended, names, old_ids), old_ids, names)
 
 
-def _checked(model: bytes, names: tuple[str, ...], old_ids: tuple[int | None, ...]) -> Tokenizer:
+def _check_pieces(model: bytes, names: tuple[str, ...], old_ids: tuple[int | None, ...]) -> Tokenizer:
     """Return the tokenizer after checking that every original piece has kept its spelling."""
     tokenizer = Tokenizer(model)
     pieces = tuple(tokenizer.piece(token) for token, old in enumerate(old_ids) if old is not None)
@@ -390,7 +390,7 @@ def _checked(model: bytes, names: tuple[str, ...], old_ids: tuple[int | None, ..
     return tokenizer
 
 
-def _piece(name: str) -> bytes:
+def _control_piece(name: str) -> bytes:
     """Return a control piece, which has no text."""
     return field(PIECE, field(TEXT, name.encode()) + field(KIND, CONTROL))
 

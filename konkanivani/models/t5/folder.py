@@ -139,7 +139,7 @@ def read_t5_folder(path: Path) -> T5Folder:
         CheckpointError: The folder is invalid; the message says why.
         ResourceError: A file may not be read.
     """
-    described = _described(path)
+    described = _read_folder(path)
     files = files_of(path)
     # Newer versions of transformers write tie_word_embeddings for every model: as they do, compare the weights.
     variant = dataclasses.replace(described.shape.variant, has_head=_has_own_head(path, files))
@@ -158,10 +158,10 @@ def read_t5_folder(path: Path) -> T5Folder:
 
 def read_t5_architecture(path: Path) -> T5Architecture:
     """Return the architecture of a folder's config.json, the only file needed: enough for a memory plan."""
-    return _described(path).architecture
+    return _read_folder(path).architecture
 
 
-def _described(path: Path) -> T5Folder:
+def _read_folder(path: Path) -> T5Folder:
     """Return the folder with its settings, without its list of tensors."""
     if not path.is_dir():
         raise UsageError(f"There is no folder {path}. Use the folder of a T5 model in Hugging Face format.")

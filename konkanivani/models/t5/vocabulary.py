@@ -157,11 +157,11 @@ class T5Vocabulary:
     def encode_input(self, text: str) -> list[int]:
         """Return the tokens of an input with its end token, within the limit if inputs are cut."""
         ids = self._codec.encode(text)
-        return [*self._cut(ids, self.limits.input_tokens), self._tokens.end]
+        return [*self._truncate(ids, self.limits.input_tokens), self._tokens.end]
 
     def encode_target(self, text: str) -> list[int]:
         """Return the tokens of a target without its end token, within the limit if targets are cut."""
-        return self._cut(self._codec.encode(text), self.limits.target_tokens)
+        return self._truncate(self._codec.encode(text), self.limits.target_tokens)
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a target, uncut."""
@@ -187,7 +187,7 @@ class T5Vocabulary:
         """Return the token's spelling, or its id if it has none."""
         return self._codec.piece(token) if token < self._codec.size else f"<{token}>"
 
-    def _cut(self, ids: list[int], most: int) -> list[int]:
+    def _truncate(self, ids: list[int], most: int) -> list[int]:
         return ids[: most - 1] if self.limits.cuts else ids
 
 

@@ -110,18 +110,18 @@ class WhisperFrontEnd(torch.nn.Module):
         with torch.autocast(waveforms.device.type, enabled=False):
             log_mel, floor = self.log_mel(waveforms, sample_lengths)
         if augment_seeds is not None:
-            log_mel = self._masked(log_mel, floor, augment_seeds, sample_lengths)
+            log_mel = self._mask_features(log_mel, floor, augment_seeds, sample_lengths)
         if self.audio_context == "speech":
-            spoken = _spoken(sample_lengths)
+            spoken = _speech_frames(sample_lengths)
             return log_mel[:, :, : max(spoken)].transpose(1, 2), spoken
         features = floor.expand(-1, self.shape.mel_bins, self.shape.window_frames).contiguous()
         features[:, :, : log_mel.shape[2]] = log_mel
         return features.transpose(1, 2), (self.shape.window_frames,) * len(sample_lengths)
 
-    def _masked(
+    def _mask_features(
         self, log_mel: torch.Tensor, floor: torch.Tensor, seeds: tuple[int, ...], sample_lengths: Lengths
     ) -> torch.Tensor:
-        time, frequency = self.spec_augment.draw_masks(seeds, _spoken(sample_lengths))
+        time, frequency = self.spec_augment.draw_masks(seeds, _speech_frames(sample_lengths))
         time = torch.nn.functional.pad(time, (0, log_mel.shape[2] - time.shape[1])).to(
             log_mel.device, non_blocking=True
         )
@@ -129,7 +129,7 @@ class WhisperFrontEnd(torch.nn.Module):
         return torch.where(time[:, None, :] | frequency[:, :, None], floor, log_mel)
 
 
-def _spoken(sample_lengths: Lengths) -> Lengths:
+def _speech_frames(sample_lengths: Lengths) -> Lengths:
     """Return the number of feature frames with speech, per utterance."""
     return tuple(map(SpeechFraming().feature_length, sample_lengths))
 

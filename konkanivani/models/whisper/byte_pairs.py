@@ -118,7 +118,7 @@ def byte_pairs_of(content: bytes, source: str) -> BytePairs:
     if not all(isinstance(token, dict) and isinstance(token.get("content"), str) for token in added):
         raise DataError(f"{source} has an added token without a name. {OTHER}")
     named = _checked_ids({token["content"]: token.get("id") for token in added}, source)
-    return BytePairs(_checked_ids(model.get("vocab"), source), _pairs_in(merges, source), named, source)
+    return BytePairs(_checked_ids(model.get("vocab"), source), _parse_merges(merges, source), named, source)
 
 
 def _check_plain(settings: dict, model: dict, source: str) -> None:
@@ -218,10 +218,10 @@ def _read_merges(path: Path) -> list[tuple[str, str]]:
     except UnicodeDecodeError:
         raise DataError(f"{path} is not UTF-8. {OTHER}") from None
     lines = [line.removesuffix("\r") for line in text.split("\n")]
-    return _pairs_in([line for line in lines if line and not line.startswith("#version")], str(path))
+    return _parse_merges([line for line in lines if line and not line.startswith("#version")], str(path))
 
 
-def _pairs_in(merges: list, source: str) -> list[tuple[str, str]]:
+def _parse_merges(merges: list, source: str) -> list[tuple[str, str]]:
     """Return merges, written as "left right" or as a list, as pairs."""
     pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
     for rank, pair in enumerate(pairs):

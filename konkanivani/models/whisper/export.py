@@ -108,14 +108,14 @@ def write_copy(
     in_full = any(not named[name].to(tensor.dtype).isfinite().all() for name, tensor in kept_as)
     with whole_folder(out) as partial:
         copied, left_out = _other_files(base)
-        _check_room(base, copied, out)
+        _check_disk_space(base, copied, out)
         for name in copied:
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(base.path / name, partial / name)
         rewritten = [name for name in base.files if _write_weights(base.path / name, named, partial / name, in_full)]
         verify_weights(partial, base, named, in_full, out)
         if in_full:
-            _tell_of_full_precision(partial)
+            _state_fp32(partial)
         mark(partial)
     return WrittenFolder(tuple(rewritten), left_out, in_full)
 
@@ -184,7 +184,7 @@ def _other_files(base: ModelFolder) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(name for name in files if name not in {*stale, *base.files}), stale
 
 
-def _check_room(base: ModelFolder, copied: tuple[str, ...], out: Path) -> None:
+def _check_disk_space(base: ModelFolder, copied: tuple[str, ...], out: Path) -> None:
     needed = sum((base.path / name).stat().st_size for name in (*copied, *base.files))
     free = shutil.disk_usage(out.parent).free
     if free < needed:
@@ -194,7 +194,7 @@ def _check_room(base: ModelFolder, copied: tuple[str, ...], out: Path) -> None:
         )
 
 
-def _tell_of_full_precision(folder: Path) -> None:
+def _state_fp32(folder: Path) -> None:
     """Set the dtype and the total size that the folder's JSON files state to their fp32 values."""
     config = read_json(folder / CONFIG)
     config |= {name: "float32" for name in DTYPE_SETTINGS if name in config}

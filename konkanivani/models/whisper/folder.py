@@ -123,7 +123,7 @@ def read_whisper_folder(path: Path) -> WhisperFolder:
         CheckpointError: The folder is invalid; the message says why.
         ResourceError: A file may not be read.
     """
-    described = _described(path)
+    described = _read_folder(path)
     _check_preprocessor(path, described.shape)
     _check_ids(path, described.generation, described.shape)
     folder = dataclasses.replace(described, files=files_of(path))
@@ -133,13 +133,13 @@ def read_whisper_folder(path: Path) -> WhisperFolder:
 
 def read_whisper_architecture(path: Path) -> WhisperArchitecture:
     """Return the architecture of a folder's config.json, the only file needed: enough for a memory plan."""
-    return _described(path).architecture
+    return _read_folder(path).architecture
 
 
-def _described(path: Path) -> WhisperFolder:
+def _read_folder(path: Path) -> WhisperFolder:
     """Return the folder with its settings, without its list of tensors."""
     if not path.is_dir():
-        raise UsageError(_no_folder(path))
+        raise UsageError(_no_folder_message(path))
     config = read_json(path / CONFIG)
     shape = _shape_of(path, config)
     generation = read_json(path / GENERATION) if (path / GENERATION).exists() else {}
@@ -151,7 +151,7 @@ def _described(path: Path) -> WhisperFolder:
     return folder
 
 
-def _no_folder(path: Path) -> str:
+def _no_folder_message(path: Path) -> str:
     if path.exists():
         return (
             f"{path} is a file. Use the folder of a Whisper model in Hugging Face format; use --checkpoint for "

@@ -126,23 +126,23 @@ class PromptedVocabulary:
             raise DataError(
                 f"{byte_pairs.source} has {byte_pairs.size} tokens, but its model has {tokens.size}. {OTHER}"
             )
-        self.special = SpecialTokens(None, None, self._named(START), self._named(END))
-        self.no_times = self._named(NO_TIMES)
+        self.special = SpecialTokens(None, None, self._token_of(START), self._token_of(END))
+        self.no_times = self._token_of(NO_TIMES)
         # Some tokenizer files omit the timestamp tokens, which follow "no timestamps" in every model.
         self.first_time = byte_pairs.names.get(FIRST_TIME, self.no_times + 1)
         self.no_speech = next((byte_pairs.names[name] for name in NO_SPEECH if name in byte_pairs.names), None)
-        self._beginning = self._checked_beginning()
+        self._beginning = self._check_prompt()
         self.rules = self._rules()
 
     def __reduce__(self) -> tuple:
         return vocabulary_of, (self.model,)
 
-    def _named(self, name: str) -> int:
+    def _token_of(self, name: str) -> int:
         if name not in self._pairs.names:
             raise DataError(f"{self._pairs.source} has no token {name}: it is not a Whisper vocabulary. {OTHER}")
         return self._pairs.names[name]
 
-    def _checked_beginning(self) -> tuple[int, ...]:
+    def _check_prompt(self) -> tuple[int, ...]:
         """Return the language and task tokens of the prompt, or () for an English-only model."""
         language = self._prompt.language
         task = self._prompt.task
@@ -160,7 +160,7 @@ class PromptedVocabulary:
             raise UsageError(f"--language {named}: the model has no token for it. {self._languages_to_use(language)}")
         if task == TASKS[1] and f"<|{task}|>" not in self._pairs.names:
             raise UsageError(f"--task {task}: the model has no token for it. Omit it, or use another model.")
-        return self._named(f"<|{language}|>"), self._named(f"<|{task or TASKS[0]}|>")
+        return self._token_of(f"<|{language}|>"), self._token_of(f"<|{task or TASKS[0]}|>")
 
     def _languages_to_use(self, language: str) -> str:
         """Return the languages to use in place of one without a token."""
