@@ -377,7 +377,7 @@ def _write(
             with open(partial / name, "ab") as file:
                 getattr(block, name).tofile(file)
         broken += block.broken
-        sketch = _smallest({*sketch, *block.sketch})
+        sketch = _sketch({*sketch, *block.sketch})
         removed.add_all(block.format_characters)
     with open(partial / "broken.jsonl", "w", encoding="utf-8") as file:
         file.writelines(json.dumps(asdict(row)) + "\n" for row in broken)
@@ -392,7 +392,7 @@ def _write(
     return ManifestIndex(**arrays, broken=tuple(broken), sketch=sketch, folder=folder, format_characters=removed)
 
 
-def _smallest(marks: set[int]) -> tuple[int, ...]:
+def _sketch(marks: set[int]) -> tuple[int, ...]:
     return tuple(nsmallest(SKETCHED, marks))
 
 
@@ -400,7 +400,7 @@ def _join_blocks(blocks: list[ManifestIndex]) -> ManifestIndex:
     empty = {name: np.empty(0, kind) for name, kind in ARRAYS.items()}
     arrays = {name: np.concatenate([empty[name], *(getattr(block, name) for block in blocks)]) for name in ARRAYS}
     broken = tuple(row for block in blocks for row in block.broken)
-    sketch = _smallest({mark for block in blocks for mark in block.sketch})
+    sketch = _sketch({mark for block in blocks for mark in block.sketch})
     removed = FormatCharacterCount()
     for block in blocks:
         removed.add_all(block.format_characters)
@@ -477,9 +477,7 @@ def _scan(
                     broken.append(BrokenRow(row, error.audio_filepath, str(error), str(error) == MISSING))
             start += size
     arrays = {name: np.array(columns[name], kind) for name, kind in ARRAYS.items()}
-    index = ManifestIndex(
-        **arrays, broken=tuple(broken), sketch=_smallest(marks), folder=None, format_characters=removed
-    )
+    index = ManifestIndex(**arrays, broken=tuple(broken), sketch=_sketch(marks), folder=None, format_characters=removed)
     return index, row
 
 

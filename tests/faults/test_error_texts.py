@@ -10,7 +10,7 @@ from tests.conftest import ROOT
 
 PROJECT_ERRORS = {"UsageError", "DataError", "CheckpointError", "NumericsError", "ResourceError", "OtherVersionError"}
 # Functions that turn a system error into an error of the project: argument positions of the failed action and advice.
-EXPLAINED = {"explained": (1, 2), "_guarded": (0, 1)}
+EXPLAINED = {"explained": (1, 2), "_convert_reader_errors": (0, 1)}
 # Verbs that start a sentence or a clause; usage errors may state a requirement.
 IMPERATIVES = (
     "accept average begin check choose convert copy correct decode decompress define delete divide download end "
