@@ -44,7 +44,7 @@ LINE_OF_WARNING = re.compile(r"\S+:\d+: \w*Warning: ")
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProcessResult:
     """Result of a training process: exit code and the last lines of stdout and stderr."""
 
     exit_code: int
@@ -133,7 +133,7 @@ class CommandRunner:
         if self._signal_number:
             raise Interrupted("Stopped by a signal; run the same command again to resume.", self._signal_number)
 
-    def run(self, command: str, arguments: Sequence[str], *, is_result_shown: bool = True) -> Ended:
+    def run(self, command: str, arguments: Sequence[str], *, is_result_shown: bool = True) -> ProcessResult:
         """Run the command to its end and forward its output to stderr; that on stdout only if `is_result_shown`."""
         process = subprocess.Popen(
             [sys.executable, "-m", "konkanivani", command, *arguments],
@@ -161,7 +161,7 @@ class CommandRunner:
             thread.join()
         output, errors = map(tuple, last_lines)
         # A negative code is the signal that ended the process; shells report 128 + signal.
-        return Ended(code if code >= 0 else 128 - code, output, errors)
+        return ProcessResult(code if code >= 0 else 128 - code, output, errors)
 
     def _forward_signal(self, number: int, _frame: FrameType | None) -> None:
         self._signal_number = self._signal_number or number
@@ -218,7 +218,7 @@ ERRORS = {error.exit_code: error for error in (UsageError, DataError, Checkpoint
 ERRORS[KILLED] = ResourceError
 
 
-def run_command(command: str, arguments: Sequence[str], *, is_result_shown: bool = True) -> Ended:
+def run_command(command: str, arguments: Sequence[str], *, is_result_shown: bool = True) -> ProcessResult:
     """Run `konkanivani COMMAND` in a child process that gets Ctrl-C; raise the error that ended it, if any."""
     runner = CommandRunner()
     with runner.forwarding_interrupts():

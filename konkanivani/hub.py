@@ -28,7 +28,7 @@ from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError,
 from konkanivani.files import PIECE_BYTES, atomic_replace
 
 Kind = Literal["model", "dataset"]
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 REVISION = re.compile(r"\w[\w./+-]{0,199}", re.ASCII)
 ETAG = re.compile(r"[\w-]+(\.[\w-]+)*", re.ASCII)
@@ -141,7 +141,7 @@ class Repository:
             with atomic_replace(path) as partial:
                 partial.write_text(commit, encoding="ascii")
 
-    def from_cache_or_hub(self, cached: Callable[[], Found | None], download: Callable[[], Found]) -> Found:
+    def from_cache_or_hub(self, cached: Callable[[], Result | None], download: Callable[[], Result]) -> Result:
         """Return what `download` returns, or `cached`: for a commit if it has it, else if the Hub is unreachable.
 
         Raises the ResourceError for an unreachable Hub if `cached` returns None.

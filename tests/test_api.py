@@ -27,7 +27,7 @@ from konkanivani import (
     TuningConfig,
     child_process,
 )
-from konkanivani.child_process import Ended, copy_output, summary_of
+from konkanivani.child_process import ProcessResult, copy_output, summary_of
 from konkanivani.errors import DataError, ResourceError, UsageError
 from konkanivani.flags import command_words, parse_args
 from tests.conftest import ROOT, Corpus, checked, run_script
@@ -176,9 +176,11 @@ def test_sigint_handler_is_restored_after_training():
 def test_exit_codes_of_signals_count_as_interruption():
     """129, 130 and 143 are exit codes of signals; a KeyboardInterrupt traceback comes from an interrupted startup."""
     traceback = ("Traceback (most recent call last):", "KeyboardInterrupt")
-    assert all(Ended(code, (), ()).is_interrupted for code in (129, 130, 143))
-    assert Ended(1, (), traceback).is_interrupted
-    assert not any(Ended(code, (), ("ValueError: KeyboardInterrupt",)).is_interrupted for code in (0, 1, 2, 137))
+    assert all(ProcessResult(code, (), ()).is_interrupted for code in (129, 130, 143))
+    assert ProcessResult(1, (), traceback).is_interrupted
+    assert not any(
+        ProcessResult(code, (), ("ValueError: KeyboardInterrupt",)).is_interrupted for code in (0, 1, 2, 137)
+    )
 
 
 @pytest.mark.parametrize(
@@ -194,7 +196,7 @@ def test_exit_codes_of_signals_count_as_interruption():
     ],
 )
 def test_error_message_is_extracted_from_stderr_of_the_run(code, errors, message):
-    assert Ended(code, (), errors).message == message
+    assert ProcessResult(code, (), errors).message == message
 
 
 class ClosedStream(io.StringIO):

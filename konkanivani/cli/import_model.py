@@ -18,7 +18,7 @@ import tyro
 from konkanivani.command_line import command_line_of, read_flags
 from konkanivani.errors import UsageError
 from konkanivani.files import atomic_write, check_new_file
-from konkanivani.models.hub import WEIGHTS, Located, locate_model
+from konkanivani.models.hub import WEIGHTS, ModelLocation, locate_model
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def run_import(flags: Flags) -> str:
     )
 
 
-def source_of(model: str, located: Located) -> str | None:
+def source_of(model: str, located: ModelLocation) -> str | None:
     """Return the name, commit and file of a model on the hub, for the provenance record; None for a local file."""
     if located.commit is None:
         return None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from konkanivani.console import printable
-from konkanivani.corpora.tables import SPLITS, FoundUtterance, RefusedRow, Shares, draw_splits
+from konkanivani.corpora.tables import SPLITS, RefusedRow, Shares, SourceUtterance, draw_splits
 from konkanivani.data.audio.files import (
     SPAN_ROUNDING,
     AudioHeader,
@@ -105,7 +105,7 @@ class Corpus:
         return unexpected / max(1, unexpected + len(self.utterances))
 
 
-def read_corpus(rows: Iterable[FoundUtterance | RefusedRow], roots: AudioRoots) -> Corpus:
+def read_corpus(rows: Iterable[SourceUtterance | RefusedRow], roots: AudioRoots) -> Corpus:
     """Check the rows and return them in order.
 
     A row is also refused if an earlier one is the same span of the same audio. At most `ROWS_AT_ONCE` unchecked rows
@@ -117,7 +117,7 @@ def read_corpus(rows: Iterable[FoundUtterance | RefusedRow], roots: AudioRoots) 
     with ThreadPoolExecutor(THREADS) as pool:
         while chunk := list(islice(rows, ROWS_AT_ONCE)):
             resolved_rows = [row if isinstance(row, RefusedRow) else _check_text_and_path(row, roots) for row in chunk]
-            files = dict.fromkeys(_audio_source(row) for row in resolved_rows if isinstance(row, FoundUtterance))
+            files = dict.fromkeys(_audio_source(row) for row in resolved_rows if isinstance(row, SourceUtterance))
             headers = dict(zip(files, pool.map(_read_header, files), strict=True))  # once per file, not per segment
             for row in resolved_rows:
                 checked = row if isinstance(row, RefusedRow) else _check_audio(row, headers[_audio_source(row)], roots)
@@ -133,7 +133,7 @@ def read_corpus(rows: Iterable[FoundUtterance | RefusedRow], roots: AudioRoots) 
     return corpus
 
 
-def _check_text_and_path(row: FoundUtterance, roots: AudioRoots) -> FoundUtterance | RefusedRow:
+def _check_text_and_path(row: SourceUtterance, roots: AudioRoots) -> SourceUtterance | RefusedRow:
     """Return the row with its path resolved and its texts stripped, or refused if text or path are unusable."""
     row = replace(row, text=row.text.strip(), speaker=row.speaker.strip())
     for name, text in (("text", row.text), ("speaker", row.speaker), ("path", str(row.audio))):
@@ -166,7 +166,7 @@ def _check_text_and_path(row: FoundUtterance, roots: AudioRoots) -> FoundUtteran
     return replace(row, audio=path)
 
 
-def _audio_source(row: FoundUtterance) -> AudioSource:
+def _audio_source(row: SourceUtterance) -> AudioSource:
     return AudioSource(str(row.audio), row.byte_offset, row.byte_count)
 
 
@@ -177,7 +177,7 @@ def _read_header(source: AudioSource) -> AudioHeader | str:
         return str(error)
 
 
-def _check_audio(row: FoundUtterance, header: AudioHeader | str, roots: AudioRoots) -> CheckedUtterance | RefusedRow:
+def _check_audio(row: SourceUtterance, header: AudioHeader | str, roots: AudioRoots) -> CheckedUtterance | RefusedRow:
     if isinstance(header, str):
         kind = "unusable audio" if os.path.lexists(row.audio) else "missing audio"
         return row.refused(kind, header)
@@ -228,7 +228,7 @@ def _check_audio(row: FoundUtterance, header: AudioHeader | str, roots: AudioRoo
     return CheckedUtterance(utterance, row.file, identity, row.split, normalize_text(row.text), row.removed)
 
 
-def _span_reason(row: FoundUtterance, file_seconds: float) -> str:
+def _span_reason(row: SourceUtterance, file_seconds: float) -> str:
     """Return the defect of the row's span; "" if there is none."""
     seconds = row.seconds
     if not math.isfinite(row.start) or row.start < 0 or not (seconds is None or 0 < seconds < math.inf):
@@ -248,7 +248,7 @@ SplitBy = Literal["default", "given", "speaker", "utterance"]
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SplitAssignment:
     """Utterances with their splits; `parts` are the splits drawn by `unit` from the corpus's training part."""
 
     utterances: list[CheckedUtterance]
@@ -299,7 +299,7 @@ def refuse_without_split(corpus: Corpus) -> None:
     corpus.utterances = [checked for checked in corpus.utterances if checked.split]
 
 
-def draw(corpus: Corpus, split_by: SplitBy, shares: Shares, seed: int, name: str) -> Drawn:
+def draw(corpus: Corpus, split_by: SplitBy, shares: Shares, seed: int, name: str) -> SplitAssignment:
     """Return the utterances in their splits.
 
     If the corpus defines train but not valid, valid is drawn from train, and test as well if it is missing.
@@ -308,21 +308,21 @@ def draw(corpus: Corpus, split_by: SplitBy, shares: Shares, seed: int, name: str
         DataError: If all splits are to be drawn and there are too few speakers or utterances.
     """
     if split_by != "given":
-        return Drawn(_assign_splits(corpus.utterances, split_by, shares, seed, name))
+        return SplitAssignment(_assign_splits(corpus.utterances, split_by, shares, seed, name))
     own_splits = {checked.split for checked in corpus.utterances}
     # A test split of the corpus's own is kept.
     missing_shares = Shares(shares.valid, 0.0 if "test" in own_splits else shares.test)
     training_utterances = [checked for checked in corpus.utterances if checked.split == "train"]
     # Too few training utterances for the missing splits are no error: the corpus's own splits suffice.
     if "valid" in own_splits or not 1 < missing_shares.splits <= len(training_utterances):
-        return Drawn(corpus.utterances)
+        return SplitAssignment(corpus.utterances)
     # By speaker if there are enough, so that no speaker is in two drawn splits.
     has_speakers = len({checked.utterance.speaker for checked in training_utterances} - {""}) >= missing_shares.splits
     unit: SplitBy = "speaker" if has_speakers else "utterance"
     drawn_utterances = _assign_splits(training_utterances, unit, missing_shares, seed, f"The training part of {name}")
     unchanged_utterances = [checked for checked in corpus.utterances if checked.split != "train"]
     parts = tuple(part for part in SPLITS if part in {checked.split for checked in drawn_utterances} - {"train"})
-    return Drawn(drawn_utterances + unchanged_utterances, parts, unit)
+    return SplitAssignment(drawn_utterances + unchanged_utterances, parts, unit)
 
 
 def _assign_splits(

@@ -13,9 +13,9 @@ from itertools import count
 from pathlib import Path
 
 from konkanivani.corpora.tables import (
-    Found,
-    FoundUtterance,
     RefusedRow,
+    SourceRows,
+    SourceUtterance,
     SpeechFolder,
     as_text,
     channel_column,
@@ -54,7 +54,7 @@ class DatasetPart:
     rows: Iterable[dict[str, object]]
 
 
-def find_huggingface_utterances(source: SpeechFolder) -> Found:
+def find_huggingface_utterances(source: SpeechFolder) -> SourceRows:
     """Yield the rows of all tables.
 
     Raises:
@@ -149,7 +149,7 @@ def _parquet_parts(source: SpeechFolder) -> Iterator[DatasetPart]:
 
 def _utterance(
     source: SpeechFolder, part: DatasetPart, columns: list[str], number: int, row: dict[str, object]
-) -> FoundUtterance | RefusedRow:
+) -> SourceUtterance | RefusedRow:
     file = source.name_of(part.path)
     audio_column, text_column, speaker_column, channel = columns
     audio = row[audio_column]
@@ -168,7 +168,7 @@ def _utterance(
         return RefusedRow(file, number, "missing audio", f"its column {audio_column} contains no audio")
     text = as_text(row[text_column])
     speaker = as_text(row.get(speaker_column))
-    utterance = FoundUtterance(file, number, path, text, speaker=speaker, split=part.split)
+    utterance = SourceUtterance(file, number, path, text, speaker=speaker, split=part.split)
     try:
         return replace(utterance, channel=parse_channel_cell(row.get(channel), channel))
     except ValueError as error:

@@ -14,8 +14,8 @@ from konkanivani.corpora.corpus import (
     AudioRoots,
     CheckedUtterance,
     Corpus,
-    Drawn,
     Leak,
+    SplitAssignment,
     SplitBy,
     SplitSummary,
     draw,
@@ -34,7 +34,7 @@ from konkanivani.corpora.publishers import (
     find_ljspeech_utterances,
     find_openslr_utterances,
 )
-from konkanivani.corpora.tables import SPLITS, Found, FoundUtterance, RefusedRow, Shares, SpeechFolder
+from konkanivani.corpora.tables import SPLITS, RefusedRow, Shares, SourceRows, SourceUtterance, SpeechFolder
 from konkanivani.corpora.toolkits import find_kaldi_utterances, find_nemo_utterances
 from konkanivani.data.audio.paths import is_named_inside
 from konkanivani.data.manifest import write_manifest
@@ -45,7 +45,7 @@ from konkanivani.files import folder_lock, without_empty_folders, write_json_lin
 FormatName = Literal[
     "common_voice", "csv", "folder", "huggingface", "indicvoices", "kaldi", "ljspeech", "nemo", "openslr"
 ]
-READERS: dict[FormatName, Callable[[SpeechFolder], Found]] = {
+READERS: dict[FormatName, Callable[[SpeechFolder], SourceRows]] = {
     "common_voice": find_common_voice_utterances,
     "csv": find_csv_utterances,
     "folder": find_folder_utterances,
@@ -242,7 +242,7 @@ def _check_output(task: Preparation) -> None:
         raise UsageError(f"{audio} already exists, and audio would be written to it. Choose another --output.")
 
 
-def _with_progress(rows: Found, task: Preparation) -> Iterator[FoundUtterance | RefusedRow]:
+def _with_progress(rows: SourceRows, task: Preparation) -> Iterator[SourceUtterance | RefusedRow]:
     """Yield the rows with a progress bar on stderr if reading is slow; disk errors become DataErrors."""
     from tqdm import tqdm
 
@@ -283,7 +283,9 @@ def _counts(refused: Iterable[RefusedRow]) -> tuple[RefusalCount, ...]:
     return tuple(RefusalCount(kind, rows) for kind, rows in Counter(row.kind for row in refused).most_common())
 
 
-def _report(task: Preparation, split_by: SplitBy, drawn: Drawn, refused: list[RefusedRow]) -> PreparationReport:
+def _report(
+    task: Preparation, split_by: SplitBy, drawn: SplitAssignment, refused: list[RefusedRow]
+) -> PreparationReport:
     utterances = drawn.utterances
     output = str(task.output.resolve())
     removed = FormatCharacterCount()

@@ -40,10 +40,10 @@ from functools import partial
 from pathlib import Path
 
 from konkanivani.corpora.tables import (
-    Found,
-    FoundUtterance,
     Record,
     RefusedRow,
+    SourceRows,
+    SourceUtterance,
     SpeechFolder,
     as_seconds,
     as_text,
@@ -73,7 +73,7 @@ from konkanivani.files import visible_entries, visible_files
 GIVEN = ("train.tsv", "dev.tsv", "test.tsv")
 
 
-def find_common_voice_utterances(source: SpeechFolder) -> Found:
+def find_common_voice_utterances(source: SpeechFolder) -> SourceRows:
     """Yield the rows of train.tsv, dev.tsv and test.tsv, or of the table given by `--table`.
 
     Raises:
@@ -94,7 +94,7 @@ def find_common_voice_utterances(source: SpeechFolder) -> Found:
         yield from _read_table(source, table, folder / "clips", split, seconds)
 
 
-def _read_table(source: SpeechFolder, table: Path, clips: Path, split: str, seconds: dict[str, float]) -> Found:
+def _read_table(source: SpeechFolder, table: Path, clips: Path, split: str, seconds: dict[str, float]) -> SourceRows:
     for record in mend_rows(read_records(table)):
         file = source.name_of(table)
         if not {"path", "sentence"} <= set(record.columns):
@@ -107,7 +107,7 @@ def _read_table(source: SpeechFolder, table: Path, clips: Path, split: str, seco
         clip = name if name.endswith(".mp3") else f"{name}.mp3"  # the first releases omit the suffix
         text = record["sentence"]
         speaker = record["client_id"]
-        utterance = FoundUtterance(file, record.row, clips / clip, text, speaker=speaker, split=split)
+        utterance = SourceUtterance(file, record.row, clips / clip, text, speaker=speaker, split=split)
         # No offset: the duration is the file's, and is compared with its header later.
         yield utterance.lasting(None, seconds.get(clip))
 
@@ -129,7 +129,7 @@ def _language_folder(source: SpeechFolder) -> Path:
 # LJSpeech and corpora of the same layout: metadata.csv of `id|text|normalised text` without a header, audio in wavs/.
 
 
-def find_ljspeech_utterances(source: SpeechFolder) -> Found:
+def find_ljspeech_utterances(source: SpeechFolder) -> SourceRows:
     """Yield the rows of metadata.csv, or of the table given by `--table`."""
     table = source.table_path() if source.table else source.path / "metadata.csv"
     file = source.name_of(table)
@@ -141,7 +141,7 @@ def find_ljspeech_utterances(source: SpeechFolder) -> Found:
             continue
         # The normalised text spells out numbers and abbreviations, as they are spoken.
         text = next((text for text in reversed(texts) if text.strip()), "")
-        yield FoundUtterance(file, record.row, _ljspeech_audio(source.path, name), text)
+        yield SourceUtterance(file, record.row, _ljspeech_audio(source.path, name), text)
 
 
 def _ljspeech_audio(folder: Path, name: str) -> Path:
@@ -163,7 +163,7 @@ def _spellings(path: Path) -> list[Path]:
 # A folder tree of audio files, each with its transcript in a .txt file of the same name.
 
 
-def find_folder_utterances(source: SpeechFolder) -> Found:
+def find_folder_utterances(source: SpeechFolder) -> SourceRows:
     """Yield one utterance per recording, in the order of names, from its best-known audio format."""
     root = source.path.resolve()
     files = list(audio_files(source.path))
@@ -189,7 +189,7 @@ def find_folder_utterances(source: SpeechFolder) -> Found:
         else:
             split = split_of_path(audio.relative_to(source.path).parts[:-1])
             try:
-                yield FoundUtterance(file, 1, audio, " ".join(read_text(transcript).split()), split=split)
+                yield SourceUtterance(file, 1, audio, " ".join(read_text(transcript).split()), split=split)
             except DataError as error:
                 yield RefusedRow(file, 1, "no transcript", str(error), str(audio))
 
@@ -207,7 +207,7 @@ INDEX = re.compile(r"line_index.*\.(tsv|csv)|utt_spk_text.*\.tsv|transcription\.
 SPEAKER = re.compile(r"([a-z]{2,4}_\d{3,6})_\d{6,}", re.IGNORECASE)
 
 
-def find_openslr_utterances(source: SpeechFolder) -> Found:
+def find_openslr_utterances(source: SpeechFolder) -> SourceRows:
     """Yield the rows of all indices below the folder, or of the table given by `--table`.
 
     Raises:
@@ -239,7 +239,7 @@ def find_openslr_utterances(source: SpeechFolder) -> Found:
 
 def _utterance(
     source: SpeechFolder, index: Path, record: Record, audio: dict[str, list[Path]], split: str
-) -> FoundUtterance | RefusedRow:
+) -> SourceUtterance | RefusedRow:
     file = source.name_of(index)
     cells = [cell.strip() for cell in record.cells]
     if not 2 <= len(cells) <= 3 and index.suffix != ".csv":  # commas in the text add cells to a .csv row
@@ -260,7 +260,7 @@ def _utterance(
     # If several folders contain a file of this name, use the one closest to the index.
     alike = [len(os.path.commonpath(map(os.path.abspath, (path, index)))) for path in audio.get(name, [])]
     audio_path = audio[name][alike.index(max(alike))] if alike else source.path / f"{name}.wav"
-    return FoundUtterance(file, record.row, audio_path, text, speaker=speaker, split=split)
+    return SourceUtterance(file, record.row, audio_path, text, speaker=speaker, split=split)
 
 
 def _known_stem(name: str, audio: Container[str]) -> str:
@@ -282,7 +282,7 @@ MARKS = re.compile(r"\[[^\[\]]*\]|<[^<>]*>|\([^()]*\)")  # linear time, even wit
 TEXT_COLUMNS = ("normalized", "verbatim")
 
 
-def find_indicvoices_utterances(source: SpeechFolder) -> Found:
+def find_indicvoices_utterances(source: SpeechFolder) -> SourceRows:
     """Yield the segments and rows of all JSON files below the folder.
 
     Raises:
@@ -301,7 +301,7 @@ def find_indicvoices_utterances(source: SpeechFolder) -> Found:
         yield from _read_file(source, path, split_of_path(reversed(path.relative_to(source.path).parts[:-1])))
 
 
-def _read_file(source: SpeechFolder, path: Path, split: str) -> Found:
+def _read_file(source: SpeechFolder, path: Path, split: str) -> SourceRows:
     file = source.name_of(path)
     try:
         rows = list(_rows(read_text(path)))
@@ -331,7 +331,7 @@ def _rows(texts: str) -> Iterator[tuple[int, object]]:
         yield from ((row, parse_json(line)) for row, line in lines)
 
 
-def _segments(source: SpeechFolder, path: Path, recording: dict[str, object], split: str) -> Found:
+def _segments(source: SpeechFolder, path: Path, recording: dict[str, object], split: str) -> SourceRows:
     """Yield the segments of a recording; the row number is the segment's number."""
     file = source.name_of(path)
     audio = _indicvoices_audio(path, recording)
@@ -355,13 +355,13 @@ def _segments(source: SpeechFolder, path: Path, recording: dict[str, object], sp
             begin = max(start, 0.0)  # some segments start slightly before their file
             # The label is the recording's speaker_id; a segment's is only compared with speaker 1 above.
             speaker = as_text(recording.get("speaker_id"))
-            utterance = FoundUtterance(file, number, audio, text, speaker=speaker, split=split)
+            utterance = SourceUtterance(file, number, audio, text, speaker=speaker, split=split)
             yield utterance.lasting(begin, end - begin)
 
 
 def _utterance_of_row(
     source: SpeechFolder, path: Path, number: int, row: dict[str, object], split: str
-) -> FoundUtterance:
+) -> SourceUtterance:
     start = as_seconds(row.get("start"))
     end = as_seconds(row.get("end"))
     offset = as_seconds(row.get("offset"))
@@ -375,7 +375,7 @@ def _utterance_of_row(
     speaker = as_text(row.get("speaker_id")) or as_text(row.get("speaker"))
     file = source.name_of(path)
     audio = _indicvoices_audio(path, row)
-    utterance = FoundUtterance(file, number, audio, _remove_marks(text), speaker=speaker, split=split)
+    utterance = SourceUtterance(file, number, audio, _remove_marks(text), speaker=speaker, split=split)
     return utterance.lasting(offset, duration)
 
 
@@ -400,7 +400,7 @@ def _remove_marks(text: str) -> str:
 DELIMITERS = ",;\t"
 
 
-def find_csv_utterances(source: SpeechFolder) -> Found:
+def find_csv_utterances(source: SpeechFolder) -> SourceRows:
     """Yield the rows of the table given by `--table`.
 
     Raises:
@@ -431,7 +431,7 @@ def find_csv_utterances(source: SpeechFolder) -> Found:
         else:
             path = _table_audio(source.path, record[audio])
             transcript = record[text]
-            utterance = FoundUtterance(
+            utterance = SourceUtterance(
                 file, record.row, path, transcript, speaker=record[speaker], split=split_named(split_cell)
             )
             try:

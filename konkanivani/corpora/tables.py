@@ -62,7 +62,7 @@ class SpeechFolder:
 
 
 @dataclass(frozen=True)
-class FoundUtterance:
+class SourceUtterance:
     """An utterance as row `row` (counted from 1) of `file` describes it.
 
     Attributes:
@@ -91,7 +91,7 @@ class FoundUtterance:
     is_channel_label: bool = False
     removed: tuple[str, ...] = ()
 
-    def lasting(self, offset: float | None, duration: float | None) -> "FoundUtterance":
+    def lasting(self, offset: float | None, duration: float | None) -> "SourceUtterance":
         """Return a copy with the duration of a row: of a span if there is an offset, else of the whole file."""
         if offset is None:
             # The whole file is used; the stated duration only serves to check its header.
@@ -118,7 +118,7 @@ class RefusedRow:
     is_expected: bool = False
 
 
-Found = Iterator[FoundUtterance | RefusedRow]
+SourceRows = Iterator[SourceUtterance | RefusedRow]
 
 
 # --------------------

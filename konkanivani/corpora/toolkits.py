@@ -36,9 +36,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from konkanivani.corpora.tables import (
-    Found,
-    FoundUtterance,
     RefusedRow,
+    SourceRows,
+    SourceUtterance,
     SpeechFolder,
     as_seconds,
     as_text,
@@ -155,7 +155,7 @@ def read_member_text(path: Path, member: Member) -> str:
 Entry = tuple[int, str]  # line number, and the rest of the line after its key
 
 
-def find_kaldi_utterances(source: SpeechFolder) -> Found:
+def find_kaldi_utterances(source: SpeechFolder) -> SourceRows:
     """Yield the lines of `text` of all data folders.
 
     Raises:
@@ -171,7 +171,7 @@ def find_kaldi_utterances(source: SpeechFolder) -> Found:
         yield from _read_folder(source, folder, split)
 
 
-def _read_folder(source: SpeechFolder, folder: Path, split: str) -> Found:
+def _read_folder(source: SpeechFolder, folder: Path, split: str) -> SourceRows:
     recordings = _entries(folder / "wav.scp")
     speakers = _entries(folder / "utt2spk")
     has_segments = (folder / "segments").exists()
@@ -191,9 +191,9 @@ def _read_folder(source: SpeechFolder, folder: Path, split: str) -> Found:
             yield RefusedRow(file, row, "missing audio", f"segments has no {name}", name)
         else:
             speaker = speakers.get(name, (0, ""))[1]
-            here = FoundUtterance(file, row, Path(name), "".join(words), id=name, speaker=speaker, split=split)
+            here = SourceUtterance(file, row, Path(name), "".join(words), id=name, speaker=speaker, split=split)
             located = _locate_segment(source, folder, here, segment, recordings)
-            if isinstance(located, FoundUtterance) and located.channel is None:
+            if isinstance(located, SourceUtterance) and located.channel is None:
                 # A channel column in segments has precedence.
                 labelled = channels.get(segment[1].split()[0])
                 located = replace(located, channel=labelled, is_channel_label=True)
@@ -202,8 +202,8 @@ def _read_folder(source: SpeechFolder, folder: Path, split: str) -> Found:
 
 
 def _locate_segment(
-    source: SpeechFolder, folder: Path, utterance: FoundUtterance, segment: Entry, recordings: dict[str, Entry]
-) -> FoundUtterance | RefusedRow:
+    source: SpeechFolder, folder: Path, utterance: SourceUtterance, segment: Entry, recordings: dict[str, Entry]
+) -> SourceUtterance | RefusedRow:
     """Return the utterance with its audio path and span, or refused if they are unknown without running a command."""
     segment_row, spoken = segment
     name, *numbers = spoken.split() or ("",)
@@ -286,7 +286,7 @@ TARRED = "tarred_audio_manifest.json"
 SHARDED = "sharded_manifests"
 
 
-def find_nemo_utterances(source: SpeechFolder) -> Found:
+def find_nemo_utterances(source: SpeechFolder) -> SourceRows:
     """Yield the rows of the manifests, or the members of the shards, in the folder and its direct subfolders.
 
     Raises:
@@ -324,7 +324,7 @@ def _split(source: SpeechFolder, file: Path) -> str:
     return split_of_path(reversed(file.relative_to(source.path).parts))
 
 
-def _read_manifest(source: SpeechFolder, manifest: Path, folder: Path, split: str) -> Found:
+def _read_manifest(source: SpeechFolder, manifest: Path, folder: Path, split: str) -> SourceRows:
     """Yield the rows of a manifest; rows with a shard_id name members of the tars in `folder`."""
     shards: dict[str, dict[str, Member]] = {}
     file = source.name_of(manifest)
@@ -362,10 +362,10 @@ def _read_manifest(source: SpeechFolder, manifest: Path, folder: Path, split: st
             yield utterance
 
 
-def _utterance(file: str, row: int, fields: dict[str, object], audio: Path, split: str) -> FoundUtterance | RefusedRow:
+def _utterance(file: str, row: int, fields: dict[str, object], audio: Path, split: str) -> SourceUtterance | RefusedRow:
     text = as_text(fields.get("text"))
     speaker = as_text(fields.get("speaker"))
-    utterance = FoundUtterance(file, row, audio, text, speaker=speaker, split=split)
+    utterance = SourceUtterance(file, row, audio, text, speaker=speaker, split=split)
     try:
         utterance = replace(utterance, channel=parse_channel(fields))
     except ValueError as error:
@@ -386,7 +386,9 @@ def _index(shard: Path) -> dict[str, Member]:
     return members
 
 
-def _locate_member(utterance: FoundUtterance | RefusedRow, shard: Path, member: Member) -> FoundUtterance | RefusedRow:
+def _locate_member(
+    utterance: SourceUtterance | RefusedRow, shard: Path, member: Member
+) -> SourceUtterance | RefusedRow:
     if isinstance(utterance, RefusedRow):
         return utterance
     if not member.byte_count:
@@ -394,7 +396,7 @@ def _locate_member(utterance: FoundUtterance | RefusedRow, shard: Path, member: 
     return replace(utterance, audio=shard, byte_offset=member.byte_offset, byte_count=member.byte_count)
 
 
-def _read_shard(source: SpeechFolder, shard: Path, split: str) -> Found:
+def _read_shard(source: SpeechFolder, shard: Path, split: str) -> SourceRows:
     file = source.name_of(shard)
     for key, (row, members) in _members_by_key(shard).items():
         audio = members.get("audio")

@@ -125,7 +125,7 @@ class LoaderConfig:
 
 
 @dataclass(frozen=True)
-class Loaded(Generic[Value]):
+class LoadedItem(Generic[Value]):
     """Loaded item: a batch (None: no utterance was readable) and the rejected utterances.
 
     A worker sends its batch as `packed`; `value` is then None until `unpack`.
@@ -139,19 +139,19 @@ class Loaded(Generic[Value]):
     lacking_bytes: int = 0
     """Size of the batch if shared memory was too small for it, else 0."""
 
-    def pin_memory(self) -> Loaded[Value]:
+    def pin_memory(self) -> LoadedItem[Value]:
         """Return a copy in page-locked memory; the DataLoader calls this for CUDA."""
         value = None if self.value is None else self.value.with_each(torch.Tensor.pin_memory)
         packed = None if self.packed is None else self.packed.with_each(torch.Tensor.pin_memory)
         return replace(self, value=value, packed=packed)
 
-    def unpack(self) -> Loaded[Value]:
+    def unpack(self) -> LoadedItem[Value]:
         """Return the item with its batch unpacked."""
         if self.packed is None:
             return self
         return replace(self, value=self.packed.unpack(), packed=None)
 
-    def with_staging(self, staging: StagingBuffers | None) -> Loaded[Value]:
+    def with_staging(self, staging: StagingBuffers | None) -> LoadedItem[Value]:
         """Return the item with a global batch that is copied to a GPU through these buffers."""
         if staging is None or not isinstance(self.value, GlobalBatch):
             return self
@@ -170,7 +170,7 @@ class WorkersFailed(ResourceError):
         self.has_died = has_died
 
 
-class Fetcher(Dataset[Loaded[Value]]):
+class Fetcher(Dataset[LoadedItem[Value]]):
     """Dataset of whole global or evaluation batches; `combine` makes one from its examples.
 
     `being_read` (workers,) is the index of the utterance that each worker is reading, or -1, in shared memory: it still
@@ -184,7 +184,7 @@ class Fetcher(Dataset[Loaded[Value]]):
         self.combine: Callable[[list[Example]], Value] = combine
         self.being_read = inherited_integers(max(1, workers))
 
-    def __getitem__(self, keys: list) -> Loaded[Value]:
+    def __getitem__(self, keys: list) -> LoadedItem[Value]:
         worker = get_worker_info()
         examples: list[Example | Rejection] = []
         for key in keys:
@@ -193,22 +193,22 @@ class Fetcher(Dataset[Loaded[Value]]):
             try:
                 examples.append(self.speech[key])
             except DataError as error:
-                return Loaded(None, (), error)
+                return LoadedItem(None, (), error)
         if worker:
             self.being_read[worker.id] = -1
         speeches = [speech for speech in examples if isinstance(speech, Example)]
         rejections = tuple(rejection for rejection in examples if isinstance(rejection, Rejection))
         if not speeches:
-            return Loaded(None, rejections)
+            return LoadedItem(None, rejections)
         try:
             value = self._combined(speeches)
             if worker:
-                return Loaded(None, rejections, packed=pack(value))
-            return Loaded(value, rejections)
+                return LoadedItem(None, rejections, packed=pack(value))
+            return LoadedItem(value, rejections)
         except SharedMemoryFull as full:
-            return Loaded(None, (), lacking_bytes=full.needed_bytes)
+            return LoadedItem(None, (), lacking_bytes=full.needed_bytes)
         except (DataError, ResourceError) as error:
-            return Loaded(None, (), error)
+            return LoadedItem(None, (), error)
 
     def ids(self, keys: list) -> list[str]:
         """Return the ids of the utterances with these keys."""
@@ -222,7 +222,7 @@ class Fetcher(Dataset[Loaded[Value]]):
 
 def load_in_order(
     fetcher: Fetcher[Value], keys: Iterable[list], loader: LoaderConfig, check: Callable[[], None]
-) -> Generator[Loaded[Value], None, None]:
+) -> Generator[LoadedItem[Value], None, None]:
     """Yield the loaded item of each of the keys, in order.
 
     If a worker dies, one new worker reloads the unfinished items one by one, with the same result; then all workers
@@ -270,7 +270,7 @@ def _append_to_waiting(keys: Iterator[list], waiting: deque[list]) -> Iterator[l
 
 def _load_until_a_death(
     fetcher: Fetcher[Value], keys: Iterator[list], waiting: deque[list], loader: LoaderConfig, check: Callable[[], None]
-) -> Generator[Loaded[Value], None, None]:
+) -> Generator[LoadedItem[Value], None, None]:
     if loader.workers and free_shared_memory() < semaphore_bytes(loader.workers):
         raise SharedMemoryFull(semaphore_bytes(loader.workers))
     fetcher.being_read.fill_(-1)
@@ -324,7 +324,7 @@ def _next(
     waiting: deque[list],
     loader: LoaderConfig,
     check: Callable[[], None],
-) -> Loaded[Value] | None:
+) -> LoadedItem[Value] | None:
     """Return the loader's next item, None at its end; raise `WorkersFailed` with the utterances being read."""
     if not isinstance(iterator, _MultiProcessingDataLoaderIter):
         check()

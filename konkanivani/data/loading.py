@@ -19,7 +19,7 @@ from konkanivani.data.batching import (
 )
 from konkanivani.data.dataset import EvalDataset, TrainDataset
 from konkanivani.data.index import Utterance
-from konkanivani.data.loader import Fetcher, Loaded, LoaderConfig, load_in_order
+from konkanivani.data.loader import Fetcher, LoadedItem, LoaderConfig, load_in_order
 from konkanivani.data.manifest import Rejections
 from konkanivani.data.text import reads_text
 from konkanivani.distributed import ALONE, Topology, gather, gather_numbers
@@ -61,7 +61,7 @@ class GlobalBatchStream:
                 if global_batch is not None:
                     yield global_batch, behind
 
-    def _next(self, loaded: Iterator[Loaded[GlobalBatch]]) -> GlobalBatch | None:
+    def _next(self, loaded: Iterator[LoadedItem[GlobalBatch]]) -> GlobalBatch | None:
         """Return the next global batch: this rank's micro-batches, counts of all ranks; None if nothing is readable."""
         if self.topology.is_single_process:
             result = next(loaded)
@@ -72,7 +72,7 @@ class GlobalBatchStream:
             result = next(loaded)
             interrupted: Interrupted | None = None
         except Interrupted as error:
-            result = Loaded(None, ())
+            result = LoadedItem(None, ())
             interrupted = error
         portion = result.value or NO_UTTERANCES
         padded = sum(batch.waveforms.numel() for batch in portion.micro_batches)

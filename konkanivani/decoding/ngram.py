@@ -264,7 +264,7 @@ NOWHERE = -1
 
 
 @dataclass(frozen=True, eq=False)
-class _Counted:
+class _NgramCounts:
     """Different n-grams of one order and their numbers of occurrences."""
 
     parents: np.ndarray  # (N,) the first n - 1 tokens, as an index into the M
@@ -305,10 +305,10 @@ def estimate_ngrams(
     return Ngrams(unigrams.tokens[is_kept], log_probabilities, unigrams.backoffs[is_kept]), *estimated[1:]
 
 
-def _count(text: np.ndarray, vocabulary: int, order: int, end: int) -> list[_Counted]:
+def _count(text: np.ndarray, vocabulary: int, order: int, end: int) -> list[_NgramCounts]:
     """Count each order's n-grams in concatenated sentences (P,); order 1 has all tokens of the vocabulary."""
     nothing = np.zeros(vocabulary, np.int64)
-    levels = [_Counted(nothing, np.arange(vocabulary), nothing, np.bincount(text, minlength=vocabulary))]
+    levels = [_NgramCounts(nothing, np.arange(vocabulary), nothing, np.bincount(text, minlength=vocabulary))]
     ends = np.flatnonzero(text == end)
     left = np.repeat(ends, np.diff(ends, prepend=-1)) - np.arange(len(text)) + 1  # tokens up to the sentence's end
     # index within its order of the n-gram starting at each position
@@ -321,13 +321,13 @@ def _count(text: np.ndarray, vocabulary: int, order: int, end: int) -> list[_Cou
         # An n-gram is its first n - 1 tokens, by their index, and its last token.
         keys = places[starts] * vocabulary + text[starts + number - 1]
         keys, firsts, inverse, counts = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
-        levels.append(_Counted(keys // vocabulary, keys % vocabulary, places[starts[firsts] + 1], counts))
+        levels.append(_NgramCounts(keys // vocabulary, keys % vocabulary, places[starts[firsts] + 1], counts))
         places = np.full(len(text), NOWHERE)
         places[starts] = inverse
     return levels
 
 
-def _kneser_ney_counts(level: _Counted, above: _Counted | None, start: int) -> np.ndarray:
+def _kneser_ney_counts(level: _NgramCounts, above: _NgramCounts | None, start: int) -> np.ndarray:
     """Return the number (N,) of different tokens before each n-gram, or its occurrences.
 
     The latter at the highest order and for n-grams at the start of a sentence, which nothing precedes.

@@ -30,7 +30,7 @@ Choose = Callable[[int, list[int], torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Decoded:
+class ScoredTokens:
     """Tokens of a hypothesis and their mean log probability in nats, as computed in `generate`."""
 
     tokens: list[int]
@@ -81,13 +81,13 @@ class FallbackDecode:
                 outputs[row] = without_final_loop(outputs[row], self.vocabulary)
         return outputs
 
-    def _is_good(self, decoded: Decoded) -> bool:
+    def _is_good(self, decoded: ScoredTokens) -> bool:
         return self._is_readable(decoded.tokens) and self._is_likely(decoded)
 
     def _is_readable(self, tokens: list[int]) -> bool:
         return compression_ratio(self.vocabulary.decode(tokens).encode()) <= self.max_compression
 
-    def _is_likely(self, decoded: Decoded) -> bool:
+    def _is_likely(self, decoded: ScoredTokens) -> bool:
         return decoded.mean_log_probability >= self.min_log_probability
 
     def _passes_without_rescoring(self, hypotheses: tuple[Hypothesis, ...]) -> bool:
@@ -98,7 +98,7 @@ class FallbackDecode:
         # The search normalises over all tokens, not only over allowed ones, so its probabilities are lower bounds.
         tokens = list(hypotheses[0].tokens)
         total = hypotheses[0].log_probability - self.inner.length_bonus * len(tokens)
-        return self._is_good(Decoded(tokens, total / (len(tokens) + 1)))
+        return self._is_good(ScoredTokens(tokens, total / (len(tokens) + 1)))
 
     def _find_silent(self, speech: "_EncodedSpeech", rows: list[int]) -> set[int]:
         """Return the utterances with a high probability of "no speech", predicted right after the start token."""
@@ -111,9 +111,9 @@ class FallbackDecode:
             silent |= set(itertools.compress(part, is_above))
         return silent
 
-    def _decode_rows(self, speech: "_EncodedSpeech", rows: list[int], choose: Choose) -> dict[int, Decoded]:
+    def _decode_rows(self, speech: "_EncodedSpeech", rows: list[int], choose: Choose) -> dict[int, ScoredTokens]:
         """Return the hypotheses of `rows` with tokens selected by `choose`."""
-        decoded: dict[int, Decoded] = {}
+        decoded: dict[int, ScoredTokens] = {}
         for part in speech.parts(rows):
             scorer = self.inner.attention(speech.model, *speech.part(part), 1)
             limits = self.inner.limits(speech.model, tuple(speech.lengths[row] for row in part))
@@ -189,7 +189,7 @@ def without_final_loop(tokens: list[int], vocabulary: PromptedVocabulary) -> lis
     return tokens[: min(last_kept + 2, first_removed)]
 
 
-def generate(scorer: FullScorer, choose: Choose, limits: dict[int, int], end: int) -> dict[int, Decoded]:
+def generate(scorer: FullScorer, choose: Choose, limits: dict[int, int], end: int) -> dict[int, ScoredTokens]:
     """Return hypotheses with each next token selected by `choose`, at most limits[utterance] tokens of each utterance.
 
     The mean log probability is over all tokens and the end token, as in the code of Radford et al.: at temperature 1,
@@ -214,7 +214,7 @@ def generate(scorer: FullScorer, choose: Choose, limits: dict[int, int], end: in
             scorer.keep(going)
         rows = [rows[place] for place in going.tolist()]
         step = step + 1
-    return {row: Decoded(tokens[row], totals[row] / (len(tokens[row]) + 1)) for row in limits}
+    return {row: ScoredTokens(tokens[row], totals[row] / (len(tokens[row]) + 1)) for row in limits}
 
 
 def _mask_forbidden(scores: torch.Tensor, is_at_limit: list[bool], end: int) -> torch.Tensor:

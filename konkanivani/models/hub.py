@@ -45,14 +45,14 @@ MAX_SETTINGS_BYTES = 2**26  # the longest, a tokenizer.json, has about 4 million
 
 
 @dataclass(frozen=True)
-class Located:
+class ModelLocation:
     """Folder or file of a model; `commit` is the commit that a hub name was resolved to, None for a local path."""
 
     path: Path
     commit: str | None = None
 
 
-def locate_model(name: str, revision: str | None, needs: Needs) -> Located:
+def locate_model(name: str, revision: str | None, needs: Needs) -> ModelLocation:
     """Return the local path `name`, or the downloaded snapshot of the repository `name`.
 
     An existing path takes precedence over a repository. A name that is neither is returned as a path, whose reader
@@ -71,7 +71,7 @@ def locate_model(name: str, revision: str | None, needs: Needs) -> Located:
             raise UsageError(
                 f"--revision {revision} selects a revision on the hub, and {name} is a local path: omit it."
             )
-        return Located(Path(name))
+        return ModelLocation(Path(name))
     check_revision(revision)
     located = _locate_remote_model(Repository(name, revision or MAIN), needs)
     if not is_commit(revision):
@@ -80,14 +80,14 @@ def locate_model(name: str, revision: str | None, needs: Needs) -> Located:
     return located
 
 
-def _locate_remote_model(repository: Repository, needs: Needs) -> Located:
+def _locate_remote_model(repository: Repository, needs: Needs) -> ModelLocation:
     """Return the snapshot with the needed files, downloaded unless it is complete in the cache."""
     return repository.from_cache_or_hub(
         lambda: _cached_model(repository, needs), lambda: _download_model(repository, needs)
     )
 
 
-def _cached_model(repository: Repository, needs: Needs) -> Located | None:
+def _cached_model(repository: Repository, needs: Needs) -> ModelLocation | None:
     """Return the model in the cache, or None if it is not complete.
 
     Weights are downloaded last, but other programs, which share the cache, may have left out some of the settings.
@@ -99,17 +99,17 @@ def _cached_model(repository: Repository, needs: Needs) -> Located | None:
     if needs == "nemo":
         archives = sorted(folder.glob("*.nemo"))
         if archives:
-            return Located(archives[0], commit)
+            return ModelLocation(archives[0], commit)
     is_complete = (folder / CONFIG).is_file()
     if needs != "settings":
         is_text = is_complete and _model_type(folder / CONFIG) in TEXT_TYPES
         has_features = is_text or any((folder / name).is_file() for name in FEATURES)
         has_tokenizer = any((folder / name).is_file() for name in (TEXT_TOKENIZERS if is_text else TOKENIZERS))
         is_complete = is_complete and has_features and has_tokenizer and _has_weights(folder)
-    return Located(folder, commit) if is_complete else None
+    return ModelLocation(folder, commit) if is_complete else None
 
 
-def _download_model(repository: Repository, needs: Needs) -> Located:
+def _download_model(repository: Repository, needs: Needs) -> ModelLocation:
     """Download the needed files of the revision, and store its commit for later use without a network."""
     listing = repository.listing()
     located = _download_files(repository, listing, needs)
@@ -117,7 +117,7 @@ def _download_model(repository: Repository, needs: Needs) -> Located:
     return located
 
 
-def _download_files(repository: Repository, listing: Listing, needs: Needs) -> Located:
+def _download_files(repository: Repository, listing: Listing, needs: Needs) -> ModelLocation:
     """Download the needed files that the cache lacks: settings first, weights last."""
     files = listing.files
     folder = repository.snapshot(listing.commit)
@@ -126,7 +126,7 @@ def _download_files(repository: Repository, listing: Listing, needs: Needs) -> L
         if len(archives) > 1:
             raise repository.refused(f"it has {len(archives)} .nemo files", "Download one of them and give its path")
         repository.fetch(listing.commit, [files[archives[0]]])
-        return Located(folder / archives[0], listing.commit)
+        return ModelLocation(folder / archives[0], listing.commit)
     if CONFIG not in files:
         raise repository.refused(f"it has no {CONFIG}{' and no .nemo file' if needs == 'nemo' else ''}")
     _check_size(repository, files[CONFIG])
@@ -137,7 +137,7 @@ def _download_files(repository: Repository, listing: Listing, needs: Needs) -> L
     for file in settings:
         _check_size(repository, file)
     repository.fetch(listing.commit, [*settings, *weights])
-    return Located(folder, listing.commit)
+    return ModelLocation(folder, listing.commit)
 
 
 def _weight_files(repository: Repository, files: Mapping[str, RemoteFile]) -> list[RemoteFile]:

@@ -85,7 +85,7 @@ class Capture:
         loss = BetweenGraphs(log_probabilities.detach())
         self.losses.append(loss)
         self._backend.begin()
-        return _GivenLoss.apply(log_probabilities, loss.value, loss.gradient)
+        return _PrecomputedLoss.apply(log_probabilities, loss.value, loss.gradient)
 
     def replay(self, compute: Callable[[BetweenGraphs], None]) -> None:
         """Replay all graphs, with `compute` for the losses between them."""
@@ -98,7 +98,7 @@ class Capture:
 _CAPTURE: ContextVar[Capture | None] = ContextVar("capture", default=None)
 
 
-class _GivenLoss(torch.autograd.Function):
+class _PrecomputedLoss(torch.autograd.Function):
     """Loss whose value and gradient are computed between two graphs."""
 
     @staticmethod

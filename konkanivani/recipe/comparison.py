@@ -158,7 +158,7 @@ def conditions_of(config: TrainConfig) -> dict[str, str]:
 # Result of one model of a comparison: a file in the model's folder and a row of the table.
 
 
-KEPT = "outcome.json"
+RECORD = "outcome.json"
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Kept:
+class RunRecord:
     """Record in a model's folder: the conditions of its training, the trainer's JSON line, and the outcome.
 
     `outcome` is None during training and after an interruption.
@@ -212,19 +212,19 @@ class Kept:
         return [name for name in names if not has_failed or name in ("--pretrained", "--preset")]
 
 
-def write_kept(folder: Path, record: Kept) -> None:
+def write_record(folder: Path, record: RunRecord) -> None:
     """Write the record atomically into the model's folder, which is created if needed."""
-    with atomic_write(folder / KEPT) as partial:
+    with atomic_write(folder / RECORD) as partial:
         folder.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(dataclasses.asdict(record), ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def read_kept(folder: Path) -> Kept | None:
+def read_record(folder: Path) -> RunRecord | None:
     """Return the folder's record; None if it is missing or unreadable, in which case the run is resumed."""
     try:
-        record = json.loads((folder / KEPT).read_text(encoding="utf-8"))
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         outcome = record["outcome"] and Outcome(**record["outcome"])
-        return Kept(dict(record["conditions"]), record["summary"], outcome)
+        return RunRecord(dict(record["conditions"]), record["summary"], outcome)
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -312,7 +312,7 @@ REPORT = "comparison.json"
 def check_conditions(conditions: Mapping[str, Mapping[str, str]], folder: Path) -> None:
     """Raise a UsageError if the folder has a run of one of the models, by name, under different conditions."""
     for name in conditions:
-        earlier = read_kept(folder / name)
+        earlier = read_record(folder / name)
         if changed := earlier.differences(conditions[name]) if earlier else []:
             raise UsageError(
                 f"{folder / name} contains a run with different {', '.join(changed)}, so its result is not "
@@ -332,7 +332,7 @@ def compare(
         runner.check()
         place = folder / candidate.name
         beginning = f"Model {number} of {len(candidates)}, {candidate.name}"
-        earlier = read_kept(place)
+        earlier = read_record(place)
         if earlier is not None and earlier.outcome is not None and earlier.is_finished:
             say(f"{beginning}: already trained.", sys.stderr)
             outcome = earlier.outcome
@@ -351,18 +351,18 @@ def report_of(outcomes: Sequence[Outcome]) -> str:
 
 
 def _train(candidate: Candidate, conditions: Mapping[str, str], place: Path, runner: CommandRunner) -> Outcome:
-    record = Kept(conditions)
-    write_kept(place, record)
+    record = RunRecord(conditions)
+    write_record(place, record)
     folders = ("--checkpoint_dir", str(place / "checkpoints"), "--log_dir", str(place / "logs"))
     ended = runner.run("train", [*candidate.flags, *folders, "--resume", "auto"])
     if ended.exit_code == 0:
         # The trainer prints its JSON line last.
         summary = json.loads(ended.output[-1])
         outcome = outcome_of(candidate.name, candidate.source, summary)
-        write_kept(place, dataclasses.replace(record, summary=summary, outcome=outcome))
+        write_record(place, dataclasses.replace(record, summary=summary, outcome=outcome))
     else:
         # An interrupted run has no outcome, so that the next call resumes it: raise before a failure is recorded.
         runner.check()
         outcome = Outcome(candidate.name, candidate.source, ended.exit_code, ended.reason)
-        write_kept(place, dataclasses.replace(record, outcome=outcome))
+        write_record(place, dataclasses.replace(record, outcome=outcome))
     return outcome

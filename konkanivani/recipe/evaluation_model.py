@@ -150,14 +150,16 @@ def normalizer_of(config: TrainConfig) -> NormalizerName:
 
 
 @dataclass(frozen=True)
-class UnderCondition:
+class ConditionEvaluation:
     """Evaluation of a manifest under one recording condition."""
 
     condition: Condition
     evaluation: Evaluation
 
 
-def evaluate_under_conditions(trained: EvaluationModel, manifest: Manifest, decode: Decode) -> Iterator[UnderCondition]:
+def evaluate_under_conditions(
+    trained: EvaluationModel, manifest: Manifest, decode: Decode
+) -> Iterator[ConditionEvaluation]:
     """Evaluate a manifest's waveforms, changed in memory, under each of `CONDITIONS`.
 
     All conditions are measured on the same utterances: those that fit the model under every condition. Error rates are
@@ -178,7 +180,7 @@ def evaluate_under_conditions(trained: EvaluationModel, manifest: Manifest, deco
             rates = evaluation.rates
             # On stderr: the report, or one line of JSON, is on stdout.
             say(f"{condition.description}: WER {rates.wer:.1%}, CER {rates.cer:.1%}", sys.stderr)
-        yield UnderCondition(condition, evaluation)
+        yield ConditionEvaluation(condition, evaluation)
 
 
 def recognize_under_conditions(

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from konkanivani.child_process import Ended
+from konkanivani.child_process import ProcessResult
 from konkanivani.errors import DataError, UsageError
 from konkanivani.recipe.comparison import (
-    KEPT,
-    Kept,
+    RECORD,
     Outcome,
+    RunRecord,
     check_data,
     choose_candidates,
     distinct_names,
     flags_in,
-    read_kept,
+    read_record,
     table_of,
-    write_kept,
+    write_record,
 )
 from tests.conftest import ROOT, TINY_MODEL, Corpus, checked, start_script, write_corpus
 from tests.fork_server import fork_scripts, fork_server
@@ -72,7 +72,7 @@ def test_report_has_row_per_model_and_reason_of_failure(one_word_corpus, model_f
     assert [row["name"] for row in rows] == ["broken", "sound", "minimal"]
     assert failed["exit_code"] == 4 and "broken" in failed["reason"] and failed["wer"] is None
     for row in (whisper, ours):
-        kept = read_kept(tmp_path / "c" / row["name"])
+        kept = read_record(tmp_path / "c" / row["name"])
         steps = read_steps(tmp_path / "c" / row["name"])
         assert (row["exit_code"], row["reason"], row["decode"]) == (0, None, "greedy")
         assert row["wer"] == kept.summary["test_wer"] > 0 and kept.summary["steps"] == len(steps) == 2
@@ -120,20 +120,20 @@ def test_interrupted_comparison_saves_and_resumes(corpus, tmp_path):
         "Stopped by a signal at step" in output and "run the same command again" in output and "Traceback" not in output
     )
     assert (folder / "minimal" / "checkpoints" / "checkpoint_last.pt").is_file()
-    steps, kept = read_steps(folder / "minimal"), read_kept(folder / "minimal")
+    steps, kept = read_steps(folder / "minimal"), read_record(folder / "minimal")
     assert kept is not None and kept.outcome is None and not (folder / "comparison.json").exists()
 
     # Different conditions are rejected before any training; equal ones resume.
     rejected = run_comparison(*flags)
     assert rejected.returncode == 2 and "different --max_steps" in rejected.stderr
-    write_kept(folder / "minimal", dataclasses.replace(kept, conditions={**kept.conditions, "--max_steps": "2"}))
+    write_record(folder / "minimal", dataclasses.replace(kept, conditions={**kept.conditions, "--max_steps": "2"}))
     resumed = checked(run_comparison(*flags))
     assert f"step {len(steps)}" in resumed.stderr and "starting a new run" not in resumed.stderr
     steps_after = read_steps(folder / "minimal")  # steps before the interruption are not repeated
     assert (
         steps_after[: len(steps)] == steps
         and len(steps_after) == max(2, len(steps))
-        and read_kept(folder / "minimal").is_finished
+        and read_record(folder / "minimal").is_finished
     )
 
 
@@ -225,17 +225,17 @@ def test_comparison_requires_readable_test_manifest(corpus):
     ],
 )
 def test_failure_reason_is_last_message_of_trainer(code, errors, reason):
-    assert Ended(code, (), errors).reason == reason
+    assert ProcessResult(code, (), errors).reason == reason
 
 
 def test_result_file_round_trips_and_truncated_one_is_ignored(tmp_path):
-    kept = Kept({"--seed": "1"}, {"steps": 2}, Outcome("tiny", "a/tiny", wer=0.5))
-    write_kept(tmp_path / "tiny", kept)
-    assert read_kept(tmp_path / "tiny") == kept and read_kept(tmp_path) is None
+    kept = RunRecord({"--seed": "1"}, {"steps": 2}, Outcome("tiny", "a/tiny", wer=0.5))
+    write_record(tmp_path / "tiny", kept)
+    assert read_record(tmp_path / "tiny") == kept and read_record(tmp_path) is None
     assert kept.is_finished
     assert kept.differences({"--seed": "1"}) == [] and kept.differences({"--seed": "2"}) == ["--seed"]
     failed = dataclasses.replace(kept, outcome=Outcome("tiny", "a/tiny", exit_code=6, reason="No room."))
     assert not failed.is_finished and failed.differences({"--seed": "2"}) == []
     assert failed.differences({"--pretrained": "'b/tiny'"}) == ["--pretrained"]
-    (tmp_path / "tiny" / KEPT).write_text('{"conditions": {')
-    assert read_kept(tmp_path / "tiny") is None
+    (tmp_path / "tiny" / RECORD).write_text('{"conditions": {')
+    assert read_record(tmp_path / "tiny") is None

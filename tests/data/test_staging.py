@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from konkanivani.data.batching import Batch, SizeLimit, largest_batch_bytes, same_size, split_batch
-from konkanivani.data.loader import Loaded
+from konkanivani.data.loader import LoadedItem
 from konkanivani.data.staging import BUFFERS, CudaCopies, StagingBuffers, places
 from konkanivani.lengths import SECONDS
 from tests.invariants.parts import global_batch, speeches
@@ -115,10 +115,13 @@ def test_split_batches_are_staged_and_device_batches_are_not():
 def test_loader_attaches_staging_buffers_to_training_batches():
     staging = StagingBuffers(2**20, DelayedCopies())
     step = global_batch(speeches(4), 2)
-    loaded = Loaded(step, ()).with_staging(staging)
+    loaded = LoadedItem(step, ()).with_staging(staging)
     assert [batch.staging for batch in loaded.value.micro_batches] == [staging, staging]
     batch = step.micro_batches[0]
-    assert Loaded(step, ()).with_staging(None).value is step and Loaded(batch, ()).with_staging(staging).value is batch
+    assert (
+        LoadedItem(step, ()).with_staging(None).value is step
+        and LoadedItem(batch, ()).with_staging(staging).value is batch
+    )
 
 
 @pytest.mark.parametrize("limits", [same_size(3), (SizeLimit(0.5, 4), SizeLimit(2.0, 2))])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from konkanivani.data.loader import Loaded, LoaderConfig, WorkersFailed, _begin_worker, load_in_order
+from konkanivani.data.loader import LoadedItem, LoaderConfig, WorkersFailed, _begin_worker, load_in_order
 from tests.timeouts import PROCESS_TIMEOUT
 
 SLOW_ITEM_SECONDS = 2.5  # longer than the poll interval and the grace period of the loader
@@ -27,13 +27,13 @@ class SlowThenKilledDataset(Dataset):
         self.being_read = torch.full((LOADER.workers,), -1)
         self.deaths_left = torch.tensor([deaths]).share_memory_()
 
-    def __getitem__(self, keys: list[int]) -> Loaded:
+    def __getitem__(self, keys: list[int]) -> LoadedItem:
         if keys == [0]:
             time.sleep(SLOW_ITEM_SECONDS)
         if keys == [1] and self.deaths_left.item() > 0:
             self.deaths_left -= 1
             os.kill(os.getpid(), signal.SIGKILL)
-        return Loaded(keys[0], ())
+        return LoadedItem(keys[0], ())
 
     def ids(self, keys: list[int]) -> list[str]:
         return [f"item {key}" for key in keys]

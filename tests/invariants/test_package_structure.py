@@ -29,7 +29,7 @@ MAX_FILES_IN_A_FOLDER, MAX_PACKAGES, MAX_PACKAGE_IMPORTS = 16, 15, 45
 # Records: their fields are columns of a file, a log or a report; no function takes them as a parameter object.
 RECORDS = set(
     """
-    FoundUtterance Utterance RowNumbers SoundLevels PartHealth SoundHealth Preparation PreparationReport ScoreReport
+    SourceUtterance Utterance RowNumbers SoundLevels PartHealth SoundHealth Preparation PreparationReport ScoreReport
     Outcome PlanReport StepRecord SkipRecord ValidationRecord MemoryPlan TrainState
     """.split()
 )

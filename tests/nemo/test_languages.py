@@ -8,7 +8,7 @@ import torch
 
 from konkanivani.errors import CheckpointError, UsageError
 from konkanivani.inference.speech_model import build_speech_model
-from konkanivani.models.nemo.weights import Imported, import_nemo
+from konkanivani.models.nemo.weights import NemoImport, import_nemo
 from tests.nemo.files import NemoParts, multilingual, read_parts, train_sentencepiece, write_changed
 from tests.nemo.goldens import NEAR, golden, in_nemo_order, waveforms_and_lengths
 
@@ -136,6 +136,6 @@ def test_tokenizer_with_start_and_end_tokens_keeps_their_rows(tmp_path):
         for leaf in ("weight", "bias"):
             parts.tensors[f"{HEAD}.{leaf}"] = parts.tensors[f"{HEAD}.{leaf}"][:31].clone()
 
-    imported: Imported = import_nemo(write_changed(change, tmp_path / "x.nemo"), None, tmp_path)
+    imported: NemoImport = import_nemo(write_changed(change, tmp_path / "x.nemo"), None, tmp_path)
     old, new = read_parts().tensors[f"{HEAD}.bias"][:31], imported.checkpoint.states["model"]["ctc_head.bias"]
     assert imported.checkpoint.vocab_size == 31 and torch.equal(new, torch.cat([old[30:], old[:30]]))

@@ -302,7 +302,7 @@ FILTER_BANK = "preprocessor.featurizer.fb"
 
 
 @dataclass(frozen=True)
-class Imported:
+class NemoImport:
     """Result of an import; `left` describes the parts of the file that are not in the checkpoint."""
 
     checkpoint: Checkpoint
@@ -330,7 +330,7 @@ class Imported:
         )
 
 
-def import_nemo(path: Path, language: str | None, folder: Path, source: str | None = None) -> Imported:
+def import_nemo(path: Path, language: str | None, folder: Path, source: str | None = None) -> NemoImport:
     """Convert a .nemo file, or a Parakeet folder, to a checkpoint.
 
     Args:
@@ -358,7 +358,7 @@ def import_nemo(path: Path, language: str | None, folder: Path, source: str | No
         return _with_source(imported, source)
 
 
-def _with_source(imported: Imported, source: str | None) -> Imported:
+def _with_source(imported: NemoImport, source: str | None) -> NemoImport:
     """Return the import with `source` in place of the file name in its provenance record."""
     if source is None:
         return imported
@@ -374,7 +374,7 @@ def _import_tensors(
     tensors: Tensors,
     path: Path,
     chosen: str = "",
-) -> Imported:
+) -> NemoImport:
     """Return the checkpoint for settings that have been read from the file at `path`, and its tensors."""
     pieces = tokenizers[chosen]
     architecture = architecture_of(config, pieces.tokenizer.size)
@@ -397,7 +397,7 @@ def _import_tensors(
         states={"model": {**weights}, PROVENANCE_STATE: provenance.state_dict()},
     )
     numbers = sum(tensor.numel() for tensor in weights.values())
-    return Imported(checkpoint, architecture, numbers, provenance, " and ".join(left) or "nothing")
+    return NemoImport(checkpoint, architecture, numbers, provenance, " and ".join(left) or "nothing")
 
 
 def _pieces(archive: NemoArchive, file: str) -> Pieces:
