@@ -255,7 +255,7 @@ def summary_of(lines: Sequence[str]) -> TrainingSummary:
         record = json.loads(lines[-1])
     if not isinstance(record, dict) or "checkpoint" not in record:
         raise ResourceError("The run ended without a summary. Look at its output above.")
-    named = [name for name, value in record.items() if value is None or isinstance(value, (int, float))]
+    numeric = [name for name, value in record.items() if value is None or isinstance(value, (int, float))]
     return TrainingSummary(
         is_interrupted=False,
         checkpoint=Path(record["checkpoint"]),
@@ -266,5 +266,5 @@ def summary_of(lines: Sequence[str]) -> TrainingSummary:
         best_valid_score=record["best_valid_score"],
         test_wer=record["test_wer"],
         test_cer=record["test_cer"],
-        scores={name: record[name] for name in named},
+        scores={name: record[name] for name in numeric},
     )

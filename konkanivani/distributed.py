@@ -85,10 +85,10 @@ def check_gpu_architecture(
     """
     if any(_runs_on(architecture, capability) for architecture in architectures):
         return
-    held = " ".join(architectures) or "no GPU code at all"
+    supported = " ".join(architectures) or "no GPU code at all"
     problem = (
         f"{name} has architecture sm_{capability[0]}{capability[1]}; the installed PyTorch {torch_version} "
-        f"contains {held}."
+        f"contains {supported}."
     )
     raise ResourceError(f"{problem} {_remedy(capability)}")
 
@@ -217,16 +217,16 @@ def gather_numbers(topology: Topology, numbers: Sequence[int]) -> list[list[int]
     if topology.is_single_process:
         return [list(numbers)]
     # A CPU tensor selects gloo also in a group with NCCL.
-    mine = torch.tensor(numbers, dtype=torch.int64)
-    all_ranks = [torch.empty_like(mine) for _ in range(topology.world_size)]
+    own_numbers = torch.tensor(numbers, dtype=torch.int64)
+    all_ranks = [torch.empty_like(own_numbers) for _ in range(topology.world_size)]
     with raise_rank_lost():
-        dist.all_gather(all_ranks, mine)
-    return [theirs.tolist() for theirs in all_ranks]
+        dist.all_gather(all_ranks, own_numbers)
+    return [rank_numbers.tolist() for rank_numbers in all_ranks]
 
 
 def all_reduce_max(topology: Topology, number: int) -> int:
     """Return the maximum of `number` over ranks."""
-    return max(theirs for (theirs,) in gather_numbers(topology, [number]))
+    return max(rank_number for (rank_number,) in gather_numbers(topology, [number]))
 
 
 def gather(topology: Topology, item: Item) -> list[Item]:
@@ -287,14 +287,14 @@ def new_bucket(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _group_into_buckets(tensors: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
     """Group the tensors in order: at most `size` elements per group, or one larger tensor."""
     group: list[torch.Tensor] = []
-    held = 0
+    bucket_size = 0
     for tensor in tensors:
-        if group and held + tensor.numel() > size:
+        if group and bucket_size + tensor.numel() > size:
             yield group
             group = []
-            held = 0
+            bucket_size = 0
         group.append(tensor)
-        held += tensor.numel()
+        bucket_size += tensor.numel()
     if group:
         yield group
 
@@ -304,8 +304,8 @@ def check_same(topology: Topology, digests: Mapping[str, str]) -> None:
     ranks = gather(topology, dict(digests))
     differing = [
         f"rank {rank} has different {name}"
-        for rank, theirs in enumerate(ranks)
-        for name, digest in theirs.items()
+        for rank, rank_digests in enumerate(ranks)
+        for name, digest in rank_digests.items()
         if digest != ranks[0][name]
     ]
     if differing:
@@ -410,10 +410,10 @@ def _attempt(store: dist.Store, topology: Topology, timeout: float) -> int:
 
 def _error_of_another_rank(store: dist.Store, rank: int, code: int) -> ReportedByOtherRank | None:
     """Record this rank's error as the first cause; if another rank was first, return the error to raise instead."""
-    mine = f"{rank} {code}"
+    own_record = f"{rank} {code}"
     # compare_set is atomic: exactly one rank becomes the first cause.
-    first = store.compare_set(FIRST_CAUSE_KEY, "", mine).decode()
-    return None if first == mine else ReportedByOtherRank(int(first.split()[1]))
+    first = store.compare_set(FIRST_CAUSE_KEY, "", own_record).decode()
+    return None if first == own_record else ReportedByOtherRank(int(first.split()[1]))
 
 
 def _cause_of(error: BaseException, topology: Topology, store: dist.Store, timeout: float) -> BaseException:
@@ -440,8 +440,8 @@ def _error_of_lost_rank(error: RankLost, topology: Topology, store: dist.Store, 
     missing = [str(rank) for rank in range(topology.world_size) if not store.check([f"{PRESENT_KEY}{rank}"])]
     if not missing:
         return error
-    named = f"Rank {missing[0]} is" if len(missing) == 1 else f"Ranks {', '.join(missing)} are"
+    subject = f"Rank {missing[0]} is" if len(missing) == 1 else f"Ranks {', '.join(missing)} are"
     return ResourceError(
-        f"{named} not responding: killed (perhaps by the system, for lack of memory), disconnected, or stuck "
+        f"{subject} not responding: killed (perhaps by the system, for lack of memory), disconnected, or stuck "
         f"for --rank_timeout {timeout:g} s. Resume from the newest checkpoint with --resume auto."
     )

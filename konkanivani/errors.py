@@ -122,8 +122,8 @@ class ErrorCollector:
                 raise error
         kind = next(kind for kind in COLLECTED if isinstance(self._found[0], kind))
         lines = [str(error) for error in self._found[:MAX_REPORTED]]
-        more = len(self._found) - len(lines)
-        raise kind("\n".join(lines) + (f"\nand {more} more errors of this kind." if more else ""))
+        omitted = len(self._found) - len(lines)
+        raise kind("\n".join(lines) + (f"\nand {omitted} more errors of this kind." if omitted else ""))
 
 
 # --------------------
@@ -182,9 +182,9 @@ def stop_at_signals() -> Iterator[None]:
     stopping = stopping_signals()
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        for each in stopping:
+        for stop_signal in stopping:
             # First of all, since a second signal may arrive before the exception is raised.
-            signal.signal(each, signal.SIG_IGN)
+            signal.signal(stop_signal, signal.SIG_IGN)
         came.append(number)
         raise _Stop
 

@@ -160,20 +160,20 @@ def write_json_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> int:
 def without_empty_folders(folders: Iterable[Path]) -> Iterator[None]:
     """Remove, at the end of the block, these folders and their parents if they are new and empty."""
     # lexists also counts a dangling link, which must stay.
-    absent = {place for folder in folders for place in (folder, *folder.parents) if not os.path.lexists(place)}
+    absent = {parent for folder in folders for parent in (folder, *folder.parents) if not os.path.lexists(parent)}
     try:
         yield
     finally:
         # Deepest first, so that a parent is empty when its turn comes.
-        for place in sorted(absent, key=lambda path: len(path.parts), reverse=True):
+        for parent in sorted(absent, key=lambda path: len(path.parts), reverse=True):
             with contextlib.suppress(OSError):  # not empty, or never created
-                place.rmdir()
+                parent.rmdir()
 
 
 @contextlib.contextmanager
 def scratch_folder(folder: Path) -> Iterator[Path]:
     """Yield a new folder in `folder`; at the end, remove it and the parents that were created for it."""
-    absent = [place for place in (folder, *folder.parents) if not place.exists()]
+    absent = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     scratch = folder / f"dry_run_{uuid.uuid4().hex[:8]}"
     try:
         scratch.mkdir(parents=True)
@@ -182,9 +182,9 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
         # A second Ctrl-C must not leave half of the folder.
         with defer_signals():
             shutil.rmtree(scratch, ignore_errors=True)
-            for place in absent:
+            for parent in absent:
                 with contextlib.suppress(OSError):
-                    place.rmdir()
+                    parent.rmdir()
             if scratch.exists():
                 say(f"{scratch} could not be removed: delete it.")
 

@@ -88,9 +88,9 @@ class CorpusSize:
         if not self.is_little:
             return DEFAULT_EFFECTIVE_BATCH_SIZE
         seconds_each = 3600 * self.hours / max(1, self.utterances)
-        wanted = round(min(DEFAULT_EFFECTIVE_BATCH_SIZE, GLOBAL_BATCH_SECONDS / max(seconds_each, 1e-9)))
+        target_size = round(min(DEFAULT_EFFECTIVE_BATCH_SIZE, GLOBAL_BATCH_SECONDS / max(seconds_each, 1e-9)))
         # Each rank needs at least one utterance.
-        return max(MIN_GLOBAL_BATCH_SIZE, self.ranks, wanted)
+        return max(MIN_GLOBAL_BATCH_SIZE, self.ranks, target_size)
 
 
 UNLIMITED = CorpusSize(float("inf"), 0)
@@ -261,10 +261,10 @@ def config_from_text(text: str) -> TrainConfig:
     Raises CheckpointError for a flag that this version does not know, or a value of the wrong type.
     """
     values = {}
-    known = {s.name: s for s in settings_of(TrainConfig())}
+    setting_by_name = {s.name: s for s in settings_of(TrainConfig())}
     for line in text.splitlines():
         name, _, value = with_new_name(line).removeprefix("--").partition(" ")
-        if name not in known:
+        if name not in setting_by_name:
             raise CheckpointError(
                 f"The checkpoint was trained with the flag --{name}, which this version does not have. Use the "
                 "version that wrote it."
@@ -272,7 +272,7 @@ def config_from_text(text: str) -> TrainConfig:
         with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             # literal_eval, since a checkpoint may come from a stranger. It raises MemoryError or RecursionError for
             # nested or very long input.
-            setting = dataclasses.replace(known[name], value=ast.literal_eval(value))
+            setting = dataclasses.replace(setting_by_name[name], value=ast.literal_eval(value))
             if _has_type(setting):
                 values[name] = setting.value
                 continue
@@ -403,12 +403,12 @@ def _settle_effective_batch(config: TrainConfig, explicit: frozenset[str], store
                 "it: use --effective_batch_size, the utterances per optimizer step, instead."
             )
         # A resumed run keeps its global batch when only the size of the micro-batches changes.
-        wanted = stored.global_batch_size if stored and not is_said else effective
-        return dataclasses.replace(config, data=dataclasses.replace(data, effective_batch_size=wanted))
-    wanted = effective if is_said else stored.global_batch_size if stored and is_cut else None
-    if wanted and not is_accumulated:
+        target_size = stored.global_batch_size if stored and not is_said else effective
+        return dataclasses.replace(config, data=dataclasses.replace(data, effective_batch_size=target_size))
+    target_size = effective if is_said else stored.global_batch_size if stored and is_cut else None
+    if target_size and not is_accumulated:
         # check_config reports a batch size below 1 later; here it must not divide by zero.
-        steps = max(1, wanted // max(1, data.batch_size))
+        steps = max(1, target_size // max(1, data.batch_size))
         data = dataclasses.replace(data, gradient_accumulation_steps=steps)
     config = dataclasses.replace(config, data=dataclasses.replace(data, effective_batch_size=None))
     if is_said and effective != config.global_batch_size:
@@ -422,16 +422,16 @@ def _settle_effective_batch(config: TrainConfig, explicit: frozenset[str], store
 def check_idle_flags(config: TrainConfig, explicit: frozenset[str]) -> None:
     """Raise UsageError for a given flag that has no effect with the other settings."""
     values = {setting.name: setting.value for setting in settings_of(config)}
-    for name, wanted in FLAG_REQUIRES.items():
-        required, _, value = wanted.partition(" ")
+    for name, condition in FLAG_REQUIRES.items():
+        required, _, value = condition.partition(" ")
         if name in explicit and (values[required] != value if value else not values[required]):
-            raise UsageError(f"--{name} has no effect without --{wanted}: give both, or omit it.")
+            raise UsageError(f"--{name} has no effect without --{condition}: give both, or omit it.")
     idle = sorted(NATIVE_ONLY_FLAGS & explicit) if config.pretrained.pretrained is not None else []
     if idle:
-        named = ", ".join(f"--{name}" for name in idle)
+        listed = ", ".join(f"--{name}" for name in idle)
         them = "it" if len(idle) == 1 else "them"
         raise UsageError(
-            f"A --pretrained model has the shape that its folder defines, and {named} would change it: omit {them}."
+            f"A --pretrained model has the shape that its folder defines, and {listed} would change it: omit {them}."
         )
 
 

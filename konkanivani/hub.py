@@ -174,8 +174,10 @@ class Repository:
             card = getattr(info, "card_data", None)
             configs = card.get("configs") if card else None
             files = [
-                RemoteFile(each.rfilename, each.size, each.blob_id, each.lfs.sha256 if each.lfs else None)
-                for each in info.siblings or []
+                RemoteFile(
+                    sibling.rfilename, sibling.size, sibling.blob_id, sibling.lfs.sha256 if sibling.lfs else None
+                )
+                for sibling in info.siblings or []
             ]
         if not isinstance(commit, str) or not is_commit(commit):
             raise Unreachable(self._no_answer_message("its answer has no commit"))
@@ -272,8 +274,8 @@ class Repository:
 
     def _check_disk(self, files: Iterable[RemoteFile]) -> None:
         needed = sum(file.size or 0 for file in files)
-        place = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
-        free = max(0, shutil.disk_usage(place).free - SPARE_BYTES)
+        existing_folder = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
+        free = max(0, shutil.disk_usage(existing_folder).free - SPARE_BYTES)
         if needed > free:
             raise ResourceError(
                 f"{self.name} needs {needed / 1e6:,.0f} MB, and {self.cache} has {free / 1e6:,.0f} MB free. "
@@ -290,27 +292,31 @@ class Repository:
 
         Texts of the exceptions are not repeated: some contain the token, such as that of an invalid HTTP header.
         """
-        from huggingface_hub import errors as theirs
+        from huggingface_hub import errors as hub_errors
 
         at = f"{self.name} on {self.endpoint}"
         match error:
-            case theirs.GatedRepoError():
+            case hub_errors.GatedRepoError():
                 return ResourceError(
                     f"There is no folder {self.name}, and {at} is gated: accept its conditions on its page, and set "
                     "HF_TOKEN to a token of your account."
                 )
-            case theirs.RepositoryNotFoundError():
+            case hub_errors.RepositoryNotFoundError():
                 return UsageError(
                     f"There is no folder {self.name}, and no public repository {at}. Correct the name, or set HF_TOKEN "
                     "if it is private."
                 )
-            case theirs.RevisionNotFoundError():
+            case hub_errors.RevisionNotFoundError():
                 return UsageError(f"{at} has no branch, tag or commit {self.revision}. Give another --revision.")
-            case theirs.RemoteEntryNotFoundError():
+            case hub_errors.RemoteEntryNotFoundError():
                 return CheckpointError(f"{at} lists {file} but does not have it. Give another --revision.")
-            case theirs.LocalEntryNotFoundError() | theirs.OfflineModeIsEnabled() | theirs.FileMetadataError():
+            case (
+                hub_errors.LocalEntryNotFoundError()
+                | hub_errors.OfflineModeIsEnabled()
+                | hub_errors.FileMetadataError()
+            ):
                 return Unreachable(self._no_answer_message(root_reason(error)))
-            case theirs.HfHubHTTPError():
+            case hub_errors.HfHubHTTPError():
                 return self._explain_status(error.response.status_code)
         return self._explain_other(error, file)
 
@@ -435,12 +441,12 @@ def root_reason(error: BaseException) -> str:
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
         causes.append(cause)
-    if any(type(each).__name__ == "OfflineModeIsEnabled" and "HF_HUB_OFFLINE" in str(each) for each in causes):
+    if any(type(link).__name__ == "OfflineModeIsEnabled" and "HF_HUB_OFFLINE" in str(link) for link in causes):
         return "HF_HUB_OFFLINE is set, and the cache has no complete copy"
-    for each in reversed(causes):
+    for link in reversed(causes):
         # Only the system's own text: other texts can contain the request.
-        if isinstance(each, OSError) and each.strerror:
-            return each.strerror
+        if isinstance(link, OSError) and link.strerror:
+            return link.strerror
     return type(causes[-1]).__name__
 
 

@@ -145,10 +145,10 @@ def check_input_flags(explicit: frozenset[str], is_text: bool) -> None:
     """Raise UsageError for given flags of the other kind of input than the model's."""
     idle = sorted(explicit & (SPEECH_FLAGS if is_text else frozenset(TEXT_FLAGS)))
     if idle:
-        named = ", ".join(f"--{name}" for name in idle)
+        listed = ", ".join(f"--{name}" for name in idle)
         kinds = ("text", "speech") if is_text else ("speech", "text")
         raise UsageError(
-            f"The input of the --pretrained model is {kinds[0]}, and {named} {'is' if len(idle) == 1 else 'are'} for "
+            f"The input of the --pretrained model is {kinds[0]}, and {listed} {'is' if len(idle) == 1 else 'are'} for "
             f"models of {kinds[1]}: omit {'it' if len(idle) == 1 else 'them'}."
         )
 
@@ -394,7 +394,7 @@ def _pretrained_rules(config: PretrainedConfig) -> list[Rule]:
             "--revision selects a revision of a model on the hub: give --pretrained",
         ),
         (
-            all(most is None or 2 <= most < 2**16 for most in (config.max_input_tokens, config.max_target_tokens)),
+            all(limit is None or 2 <= limit < 2**16 for limit in (config.max_input_tokens, config.max_target_tokens)),
             "--max_input_tokens and --max_target_tokens must be between 2 and 65535",
         ),
         (

@@ -24,11 +24,15 @@ from konkanivani.rules import settings_of
 
 def differences(first: Checkpoint, second: Checkpoint) -> list[str]:
     """Return the names of all tensors and numbers that are not bitwise equal in two checkpoints."""
-    values = _state_values(first)
-    theirs = _state_values(second)
-    names = sorted(values.keys() | theirs.keys())
+    first_values = _state_values(first)
+    second_values = _state_values(second)
+    names = sorted(first_values.keys() | second_values.keys())
     return [
-        name for name in names if not (name in values and name in theirs and _is_identical(values[name], theirs[name]))
+        name
+        for name in names
+        if not (
+            name in first_values and name in second_values and _is_identical(first_values[name], second_values[name])
+        )
     ]
 
 
@@ -48,7 +52,7 @@ def relative_difference(first: Checkpoint, second: Checkpoint) -> float:
     """Return the norm of the difference of two models' weights, relative to the norm of the first one's."""
     second_weights = _weights(second)
     pairs = [(value, second_weights[name]) for name, value in _weights(first).items()]
-    apart = sum(float((value.double() - theirs.double()).square().sum()) for value, theirs in pairs)
+    apart = sum(float((value.double() - second_value.double()).square().sum()) for value, second_value in pairs)
     return math.sqrt(apart / sum(float(value.double().square().sum()) for value, _ in pairs))
 
 
@@ -99,31 +103,31 @@ def average_checkpoints(checkpoints: Iterable[NamedCheckpoint], allow_different_
     newest: NamedCheckpoint | None = None
     first_run: Checkpoint | None = None
     count = 0
-    for named in checkpoints:
+    for entry in checkpoints:
         # The first checkpoint's counters are kept to compare runs, not its weights.
-        run = dataclasses.replace(named.checkpoint, states={PROGRESS: named.checkpoint.states.get(PROGRESS, {})})
+        run = dataclasses.replace(entry.checkpoint, states={PROGRESS: entry.checkpoint.states.get(PROGRESS, {})})
         first_run = first_run or run
-        named = _without_optimizer_state(named)
-        model = model_weights(named.checkpoint)
+        entry = _without_optimizer_state(entry)
+        model = model_weights(entry.checkpoint)
         if first is None or newest is None:
-            first = newest = named
+            first = newest = entry
             # Integer buffers are not averaged.
             sums = {name: tensor.double() for name, tensor in model.items() if tensor.is_floating_point()}
         else:
-            if reasons := _reasons_against_averaging(first.checkpoint, named.checkpoint):
+            if reasons := _reasons_against_averaging(first.checkpoint, entry.checkpoint):
                 raise CheckpointError(
-                    f"{first.name} and {named.name} cannot be averaged: {'; '.join(reasons)}. Average checkpoints of "
+                    f"{first.name} and {entry.name} cannot be averaged: {'; '.join(reasons)}. Average checkpoints of "
                     "one run."
                 )
             if not allow_different_runs and (reason := different_runs(first_run, run)):
                 raise CheckpointError(
-                    f"{first.name} and {named.name} are from different runs: {reason}. Average checkpoints of "
+                    f"{first.name} and {entry.name} are from different runs: {reason}. Average checkpoints of "
                     "one run, or use --allow_different_runs."
                 )
             for name, total in sums.items():
                 total += model[name]
-        if named.checkpoint.step > newest.checkpoint.step:
-            newest = named
+        if entry.checkpoint.step > newest.checkpoint.step:
+            newest = entry
         count += 1
     if newest is None:
         raise CheckpointError("No checkpoint to average. Give the paths of checkpoint_*.pt files.")
@@ -204,12 +208,15 @@ def _reasons_against_averaging(first: Checkpoint, second: Checkpoint) -> list[st
         return ["they started from different models"]
     pairs = zip(settings_of(config_from_text(first.config)), settings_of(config_from_text(second.config)), strict=True)
     reasons = [
-        f"--{mine.name} is {mine.value} in one and {theirs.value} in the other"
-        for mine, theirs in pairs
-        if mine.value != theirs.value
+        f"--{first_setting.name} is {first_setting.value} in one and {second_setting.value} in the other"
+        for first_setting, second_setting in pairs
+        if first_setting.value != second_setting.value
         # Dropout does not change the shape of a model. The audio context is not a setting of the group `model`, but has
         # to be equal too.
-        and (mine.name == "audio_context" or (mine.group == "model" and mine.name != "dropout"))
+        and (
+            first_setting.name == "audio_context"
+            or (first_setting.group == "model" and first_setting.name != "dropout")
+        )
     ]
     if first.tokenizer != second.tokenizer or first.vocab_size != second.vocab_size:
         reasons.append(f"their tokenizers differ ({first.vocab_size} and {second.vocab_size} tokens)")

@@ -274,11 +274,11 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
             # A signal handler's exception, which torch's zip writer replaces by an error of its own.
             raise error.__context__ from None
         # The message of torch's own error names source lines of PyTorch, not the cause.
-        reasons = (getattr(each, "strerror", None) for each in (error, error.__context__))
+        reasons = (getattr(cause, "strerror", None) for cause in (error, error.__context__))
         reason = next(filter(None, reasons), str(error).splitlines()[0])
-        named = str(path).removesuffix(".partial")
+        target = str(path).removesuffix(".partial")
         raise ResourceError(
-            f"The checkpoint {named} could not be written: {reason}. Free disk space, or repair the folder."
+            f"The checkpoint {target} could not be written: {reason}. Free disk space, or repair the folder."
         ) from None
 
 

@@ -90,8 +90,8 @@ class Checkpointer:
     def discard_unfinished(self) -> None:
         """Remove partial files, of this process or of one that was killed."""
         with contextlib.suppress(OSError):
-            for left in self.directory.glob("*.partial"):
-                left.unlink()
+            for partial in self.directory.glob("*.partial"):
+                partial.unlink()
 
     def read_newest_sound(self, sets_aside: bool = True) -> tuple[Path, Checkpoint] | None:
         """Return the valid checkpoint with the most steps; None if the folder has none.
@@ -179,11 +179,11 @@ class Checkpointer:
         # Only after a failure: one read per tensor, to name the tensors in the message.
         spoilt = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
         good = self.newest_before(checkpoint.step)
-        known = f"The last good checkpoint is {good}" if good else "No checkpoint was saved before"
+        fallback = f"The last good checkpoint is {good}" if good else "No checkpoint was saved before"
         retry = f"Resume from it with --resume {good}" if good else "Start again with --fresh"
         raise NumericsError(
             f"The state of step {checkpoint.step} is not finite ({len(spoilt)} tensors, such as {spoilt[0]}) "
-            f"and was not saved. {known}. {retry} and a lower --learning_rate."
+            f"and was not saved. {fallback}. {retry} and a lower --learning_rate."
         )
 
     def newer_than(self, resumed: Path, step: int) -> dict[Path, int | None]:
@@ -233,8 +233,13 @@ class Checkpointer:
 
     def _candidates(self) -> list[Path]:
         """Return the checkpoints to resume from, newest first."""
-        named = [self.directory / LAST, self.directory / PREVIOUS, *epochs_in(self.directory), self.directory / BEST]
-        return [path for path in named if path.is_file()]
+        candidates = [
+            self.directory / LAST,
+            self.directory / PREVIOUS,
+            *epochs_in(self.directory),
+            self.directory / BEST,
+        ]
+        return [path for path in candidates if path.is_file()]
 
     def _damaged_checkpoints(self) -> list[Path]:
         """Return the damaged checkpoints that were renamed; a folder with only these does not count as empty."""
@@ -257,18 +262,18 @@ def first_free_name(directory: Path, name: str) -> Path:
 
 def _link(source: Path, target: Path) -> None:
     """Give the file at `source` the second name `target`, atomically replacing an existing file of that name."""
-    beside = target.with_name(target.name + ".partial")
-    beside.unlink(missing_ok=True)
+    partial = target.with_name(target.name + ".partial")
+    partial.unlink(missing_ok=True)
     try:
-        os.link(source, beside)
+        os.link(source, partial)
     except OSError:  # FAT and mounted cloud folders have no hard links
-        with open(source, "rb") as read, open(beside, "wb") as written:
+        with open(source, "rb") as read, open(partial, "wb") as written:
             while block := read.read(1 << 20):
                 written.write(block)
             written.flush()
             os.fsync(written.fileno())
-    os.replace(beside, target)
-    beside.unlink(missing_ok=True)  # rename does nothing if both names are links to the same file, e.g. after a kill
+    os.replace(partial, target)
+    partial.unlink(missing_ok=True)  # rename does nothing if both names are links to the same file, e.g. after a kill
 
 
 def _sync_directory(directory: Path) -> None:

@@ -40,7 +40,7 @@ class RunLock:
         self.path = Path(directory) / LOCK_NAME
         self._use = use
         # Remembered before mkdir, so that a refused start can remove exactly the folders that it created.
-        self.made = [place for place in self.path.parents if not place.exists()]
+        self.made = [parent for parent in self.path.parents if not parent.exists()]
         with self.errors_explained():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # "a+" does not truncate: the content is the id of a process that may hold the lock.
@@ -70,8 +70,8 @@ def given_up_if_refused(*locks: RunLock | None) -> Iterator[None]:
                 if lock.made and os.listdir(lock.path.parent) == [LOCK_NAME]:
                     lock.path.unlink()
                     # From the innermost folder outwards, the order of `Path.parents`.
-                    for place in lock.made:
-                        place.rmdir()
+                    for folder in lock.made:
+                        folder.rmdir()
         raise
 
 

@@ -57,9 +57,9 @@ def read_own_flags(flags_on_command_line: list[Flag], arguments: list[str]) -> F
     """Parse this script's flags; a flag that is given several times has the values of all."""
     words = []
     for name in OWN:
-        named = [flag for flag in flags_on_command_line if flag.name == name]
-        if named:  # no newer syntax: an old Python must parse this file to reach bootstrap's message
-            words += [f"--{name}", *(value for flag in named for value in flag.values)]
+        matching = [flag for flag in flags_on_command_line if flag.name == name]
+        if matching:  # no newer syntax: an old Python must parse this file to reach bootstrap's message
+            words += [f"--{name}", *(value for flag in matching for value in flag.values)]
     return read_flags(Flags, ["--help"] if {"-h", "--help"} & set(arguments) else words, Flags(), description=__doc__)
 
 

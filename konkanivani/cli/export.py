@@ -192,9 +192,9 @@ def check_kind(flags: Flags, checkpoint: "Checkpoint") -> None:
 
     is_ours = PRETRAINED_STATE not in checkpoint.states
     if is_ours and (flags.folders or flags.pretrained is not None):
-        named = "--pretrained is" if flags.pretrained is not None else "--whisper and --adapter are"
+        flag_words = "--pretrained is" if flags.pretrained is not None else "--whisper and --adapter are"
         raise UsageError(
-            f"{flags.checkpoint} was trained without --pretrained, and {named} for --pretrained models: export "
+            f"{flags.checkpoint} was trained without --pretrained, and {flag_words} for --pretrained models: export "
             "it with --bundle, --onnx or --int8."
         )
     is_text = checkpoint.states.get(PRETRAINED_STATE, {}).get("kind") == "t5"

@@ -70,12 +70,12 @@ def inspect(flags: Flags) -> str:
 def chosen_manifests(flags: Flags) -> tuple[str, ...]:
     """Return the manifests from the positional arguments or the trainer's flags; raise UsageError for both or none."""
     data = flags.train.data
-    named = tuple(path for path in (data.train_manifest, data.valid_manifest, data.test_manifest) if path is not None)
-    if bool(named) == bool(flags.manifests) or (named and data.train_manifest is None):
+    paths = tuple(path for path in (data.train_manifest, data.valid_manifest, data.test_manifest) if path is not None)
+    if bool(paths) == bool(flags.manifests) or (paths and data.train_manifest is None):
         raise UsageError(
             "Give manifests, the training manifest first, or --train_manifest with the trainer's other flags."
         )
-    return flags.manifests or named
+    return flags.manifests or paths
 
 
 def main(arguments: list[str]) -> str:

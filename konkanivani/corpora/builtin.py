@@ -55,15 +55,15 @@ class SpokenSentence:
 
 def assign_styles(sentences: Sequence[str], voices: Sequence[str], pattern: str = "") -> list[SpokenSentence]:
     """Return the sentences with the voices in turn, and a rate, pitch and level that depend on the text."""
-    spoken = []
+    styled = []
     for index, text in enumerate(sentences):
         # From a hash of the text, so that other sentences of the corpus do not change the audio of this one.
         choice = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
         choice, rate = divmod(choice, len(RATES))
         choice, pitch = divmod(choice, len(PITCHES))
         style = SpeakingStyle(voices[index % len(voices)], RATES[rate], PITCHES[pitch])
-        spoken.append(SpokenSentence(text, style, LEVELS[choice % len(LEVELS)], pattern))
-    return spoken
+        styled.append(SpokenSentence(text, style, LEVELS[choice % len(LEVELS)], pattern))
+    return styled
 
 
 def write_split(
@@ -89,8 +89,8 @@ def write_split(
         content = io.BytesIO()  # written to disk by Python, which reports a full disk
         soundfile.write(content, waveform, SAMPLE_RATE, format="FLAC", subtype="PCM_16")
         path.write_bytes(content.getvalue())
-        place = f"audio/{path.name}", str(path), len(waveform) / SAMPLE_RATE
-        utterances.append(Utterance(*place, sentence.text, sentence.style.voice, sentence.pattern))
+        audio_fields = f"audio/{path.name}", str(path), len(waveform) / SAMPLE_RATE
+        utterances.append(Utterance(*audio_fields, sentence.text, sentence.style.voice, sentence.pattern))
     write_manifest(manifest, utterances)
     return errors
 
@@ -103,10 +103,10 @@ def spoken_waveform(sentence: SpokenSentence, synthesizer: SpeechSynthesizer) ->
     from konkanivani.data.audio.waveform import one_thread
     from konkanivani.lengths import SAMPLE_RATE
 
-    spoken = torch.frombuffer(bytearray(synthesizer.speak(sentence.text, sentence.style)), dtype=torch.int16)
+    samples = torch.frombuffer(bytearray(synthesizer.speak(sentence.text, sentence.style)), dtype=torch.int16)
     # With one thread and float64, the rounding below does not depend on the machine's kernels.
     with one_thread():
-        waveform = torchaudio.functional.resample(spoken.double(), synthesizer.sample_rate, SAMPLE_RATE)
+        waveform = torchaudio.functional.resample(samples.double(), synthesizer.sample_rate, SAMPLE_RATE)
     return (waveform * 10 ** (sentence.level / 20)).round().clamp(-32768, 32767).to(torch.int16).numpy()
 
 

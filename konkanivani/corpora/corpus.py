@@ -431,10 +431,10 @@ def _group_by_content(by_recording: dict[AudioSource, list[CheckedUtterance]]) -
             yield from ([recording] for recording in same_size)
         else:
             # Equal size in different splits: only now compare the content.
-            alike: dict[str, list[AudioSource]] = {}
+            by_digest: dict[str, list[AudioSource]] = {}
             for recording in same_size:
-                alike.setdefault(content_digest(recording), []).append(recording)
-            yield from alike.values()
+                by_digest.setdefault(content_digest(recording), []).append(recording)
+            yield from by_digest.values()
 
 
 def _byte_size(recording: AudioSource) -> int:

@@ -314,8 +314,8 @@ def _measure_rates(part: CorpusPart, rows: RowNumbers) -> RateHealth:
     seconds = np.array(rows.seconds)
     characters = np.array(rows.characters)
     words = np.array(rows.words)
-    spoken = (seconds > 0) & (characters > 0)
-    rates = np.divide(characters, seconds, out=np.zeros(len(seconds)), where=spoken)
+    has_speech = (seconds > 0) & (characters > 0)
+    rates = np.divide(characters, seconds, out=np.zeros(len(seconds)), where=has_speech)
     scores = robust_scores(rates)
     unusual = np.flatnonzero(np.abs(scores) > OUTLIER)
     worst = unusual[np.argsort(-np.abs(scores[unusual]), kind="stable")][:MAX_EXAMPLES].tolist()
@@ -323,9 +323,9 @@ def _measure_rates(part: CorpusPart, rows: RowNumbers) -> RateHealth:
     worst_rows = fetch(part.rows, worst)
     details = {n: f"{rates[n]:.1f} characters/s in {seconds[n]:.2f} s (z {scores[n]:+.1f})" for n in worst}
     return RateHealth(
-        characters=build_histogram(rates[spoken], finest=MIN_BIN_WIDTH),
-        words=build_histogram(words[spoken] / seconds[spoken], finest=MIN_BIN_WIDTH),
-        median=float(np.median(rates[spoken])) if spoken.any() else 0.0,
+        characters=build_histogram(rates[has_speech], finest=MIN_BIN_WIDTH),
+        words=build_histogram(words[has_speech] / seconds[has_speech], finest=MIN_BIN_WIDTH),
+        median=float(np.median(rates[has_speech])) if has_speech.any() else 0.0,
         unusual=Listed(len(unusual), tuple(example(worst_rows[number], details[number]) for number in worst)),
     )
 
@@ -338,15 +338,15 @@ def fetch(rows: Iterable[Utterance], wanted: Iterable[int]) -> dict[int, Utteran
 
 
 def _measure_speakers(rows: RowNumbers) -> SpeakerHealth:
-    named = {name: seconds for name, seconds in rows.speaker_seconds.items() if name}
-    total = sum(named.values())
-    largest = max(named, key=lambda name: named[name], default="")
+    seconds_by_name = {name: seconds for name, seconds in rows.speaker_seconds.items() if name}
+    total = sum(seconds_by_name.values())
+    largest = max(seconds_by_name, key=lambda name: seconds_by_name[name], default="")
     return SpeakerHealth(
-        count=len(named),
+        count=len(seconds_by_name),
         unnamed=rows.speakers[""],
-        median_hours=float(np.median([*named.values()]) / 3600) if named else 0.0,
+        median_hours=float(np.median([*seconds_by_name.values()]) / 3600) if seconds_by_name else 0.0,
         largest=show_text(largest, 40),
-        largest_share=named[largest] / total if total else 0.0,
+        largest_share=seconds_by_name[largest] / total if total else 0.0,
     )
 
 

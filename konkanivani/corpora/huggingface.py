@@ -153,15 +153,15 @@ def _utterance(
     file = source.name_of(part.path)
     audio_column, text_column, speaker_column, channel = columns
     audio = row[audio_column]
-    held, named = (audio.get("bytes"), audio.get("path")) if isinstance(audio, dict) else (None, audio)
-    if isinstance(held, bytes) and held:
+    content, named = (audio.get("bytes"), audio.get("path")) if isinstance(audio, dict) else (None, audio)
+    if isinstance(content, bytes) and content:
         # The path in the row is not used: it may repeat, or point out of the folder.
         stem = re.sub(r"[^A-Za-z0-9]+", "-", file.removesuffix(".parquet")).strip("-") or "row"
-        path = source.embedded_audio / f"{stem}-{number:07d}{_suffix(held, as_text(named))}"
+        path = source.embedded_audio / f"{stem}-{number:07d}{_suffix(content, as_text(named))}"
         advice = "Free disk space there, or choose a writable --output folder."
         with explained(ResourceError, f"The audio of the data set cannot be written to {path}", advice):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(held)
+            path.write_bytes(content)
     elif isinstance(named, str) and named:
         path = source.path / named
     else:
@@ -175,11 +175,11 @@ def _utterance(
         return utterance.refused("channel", str(error))
 
 
-def _suffix(held: bytes, named: str) -> str:
+def _suffix(content: bytes, named: str) -> str:
     """Return the suffix for a file of these bytes: by their magic number, else the suffix of the name in the row."""
     suffix_in_row = os.path.splitext(named)[1].lower()
-    known = next((suffix for suffix, magic in MAGICS.items() if held.startswith(magic)), "")
-    return known or (suffix_in_row if re.fullmatch(r"\.[a-z0-9]{1,5}", suffix_in_row) else ".audio")
+    suffix_of_content = next((suffix for suffix, magic in MAGICS.items() if content.startswith(magic)), "")
+    return suffix_of_content or (suffix_in_row if re.fullmatch(r"\.[a-z0-9]{1,5}", suffix_in_row) else ".audio")
 
 
 # --------------------
@@ -365,9 +365,9 @@ def _no_tables_error(repository: Repository, dataset: DatasetName, configs: list
     at = f"{dataset.name} on {repository.endpoint}"
     if configs and dataset.config not in configs:
         more = ", ..." if len(configs) > MAX_NAMED else ""
-        known = f"{', '.join(configs[:MAX_NAMED])}{more}"
+        listed = f"{', '.join(configs[:MAX_NAMED])}{more}"
         problem = f"no configuration {dataset.config}" if dataset.config else "several configurations"
-        return UsageError(f"{at} has {problem}. Give one of {known}, such as {dataset.name}:{configs[0]}.")
+        return UsageError(f"{at} has {problem}. Give one of {listed}, such as {dataset.name}:{configs[0]}.")
     of_config = f" of the configuration {dataset.config}" if dataset.config else ""
     return UsageError(
         f"{at} has no Parquet files{of_config}, and code of data sets is not run. Download it by hand and "

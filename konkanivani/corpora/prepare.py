@@ -211,8 +211,10 @@ def _check_source(task: Preparation) -> None:
             raise UsageError("--audio_root applies to a local --source: omit it.")
         return
     if not task.source.is_dir():
-        named = ", or a name on the hub such as google/fleurs:mr_in" if task.format == "huggingface" else ""
-        raise UsageError(f"--source {task.source} is not a folder. Give the folder of the unpacked corpus{named}.")
+        alternative = ", or a name on the hub such as google/fleurs:mr_in" if task.format == "huggingface" else ""
+        raise UsageError(
+            f"--source {task.source} is not a folder. Give the folder of the unpacked corpus{alternative}."
+        )
     if not task.root.is_dir():
         raise UsageError(f"--audio_root {task.root} is not a folder. Give the folder that contains the audio.")
     source = task.source.resolve()
@@ -228,10 +230,10 @@ def _check_source(task: Preparation) -> None:
 def _check_output(task: Preparation) -> None:
     """Raise a UsageError if the output contains files that would be lost."""
     names = (*(f"{split}.jsonl" for split in SPLITS), REPORT)
-    there = [name for name in names if os.path.lexists(task.output / name)]
-    if there and not task.force:
+    existing = [name for name in names if os.path.lexists(task.output / name)]
+    if existing and not task.force:
         raise UsageError(
-            f"{task.output} already contains {' and '.join(there)}. Choose another --output, or overwrite them "
+            f"{task.output} already contains {' and '.join(existing)}. Choose another --output, or overwrite them "
             "with --force."
         )
     audio = task.output / AUDIO
@@ -318,11 +320,11 @@ def _staging(task: Preparation) -> Iterator[Path]:
     output = task.output
     # In the output folder, so that it is on the same file system and os.replace is atomic.
     staged = output.resolve() / ".prepare.partial"
-    with without_empty_folders([output.absolute()]), contextlib.ExitStack() as held:
+    with without_empty_folders([output.absolute()]), contextlib.ExitStack() as stack:
         with _convert_write_errors(output):
             output.mkdir(parents=True, exist_ok=True)
             # Held to the end: two preparations must not mix their files.
-            held.enter_context(folder_lock(output))
+            stack.enter_context(folder_lock(output))
         try:
             _check_output(task)
             with _convert_write_errors(output):

@@ -114,14 +114,14 @@ def _read_table(source: SpeechFolder, table: Path, clips: Path, split: str, seco
 
 def _language_folder(source: SpeechFolder) -> Path:
     """Return the folder with clips/ and the tables: `source.path`, or the only such folder in it (cv-corpus-…/kok)."""
-    wanted = source.table or "train.tsv"
+    table_name = source.table or "train.tsv"
     folders = [f for f in (source.path, *visible_entries(source.path)) if (f / "clips").is_dir()]
     if len(folders) == 1:
         return folders[0]
     contents = f"{len(folders)} folders with clips/" if folders else "no folder clips/"
     raise DataError(
         f"{source.path} is not a Common Voice corpus of one language: it contains {contents}. Use the folder of "
-        f"the language as --source, with clips/ and {wanted} in it."
+        f"the language as --source, with clips/ and {table_name} in it."
     )
 
 
@@ -174,10 +174,10 @@ def find_folder_utterances(source: SpeechFolder) -> SourceRows:
         best[stem] = min(audio, best.get(stem, audio), key=audio_rank)
     for audio in files:
         transcript = Path(existing_path(str(audio.with_suffix(".txt"))))
-        taken = best[audio.with_suffix("")]
+        preferred = best[audio.with_suffix("")]
         file = source.name_of(transcript)
-        if taken != audio and transcript.exists():
-            reason = f"its transcript is already used for {taken.name} in the same folder"
+        if preferred != audio and transcript.exists():
+            reason = f"its transcript is already used for {preferred.name} in the same folder"
             yield RefusedRow(file, 1, "recorded twice", reason, source.name_of(audio), is_expected=True)
         elif not transcript.exists():
             yield RefusedRow(file, 1, "no transcript", "the file does not exist", source.name_of(audio))
@@ -213,8 +213,8 @@ def find_openslr_utterances(source: SpeechFolder) -> SourceRows:
     Raises:
         DataError: If there is no index.
     """
-    named = sorted(path for path in visible_files(source.path) if INDEX.fullmatch(path.name))
-    indices = [source.table_path()] if source.table else named
+    index_files = sorted(path for path in visible_files(source.path) if INDEX.fullmatch(path.name))
+    indices = [source.table_path()] if source.table else index_files
     if not indices:
         raise DataError(
             f"{source.path} contains no OpenSLR index (line_index.tsv, utt_spk_text.tsv, transcription.txt). "
@@ -255,11 +255,13 @@ def _utterance(
         # Restore the commas of the text, at which the row was split.
         speaker = ""
         text = ", ".join(cells[place + 1 :])
-    known = SPEAKER.fullmatch(name)
-    speaker = speaker or (known.group(1) if known else "")
+    speaker_match = SPEAKER.fullmatch(name)
+    speaker = speaker or (speaker_match.group(1) if speaker_match else "")
     # If several folders contain a file of this name, use the one closest to the index.
-    alike = [len(os.path.commonpath(map(os.path.abspath, (path, index)))) for path in audio.get(name, [])]
-    audio_path = audio[name][alike.index(max(alike))] if alike else source.path / f"{name}.wav"
+    shared_lengths = [len(os.path.commonpath(map(os.path.abspath, (path, index)))) for path in audio.get(name, [])]
+    audio_path = (
+        audio[name][shared_lengths.index(max(shared_lengths))] if shared_lengths else source.path / f"{name}.wav"
+    )
     return SourceUtterance(file, record.row, audio_path, text, speaker=speaker, split=split)
 
 
@@ -381,9 +383,9 @@ def _utterance_of_row(
 
 def _indicvoices_audio(path: Path, row: dict[str, object]) -> Path:
     """Return the audio file that a row names, else the audio file with the name of the JSON file."""
-    named = as_text(row.get("audio_filepath"))
-    if named:
-        return path.parent / named
+    filename = as_text(row.get("audio_filepath"))
+    if filename:
+        return path.parent / filename
     candidates = [path.with_suffix(suffix) for suffix in AUDIO_SUFFIXES]
     # If none exists, the first is refused later as missing audio.
     return next((candidate for candidate in candidates if os.path.exists(existing_path(str(candidate)))), candidates[0])

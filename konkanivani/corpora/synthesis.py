@@ -281,11 +281,11 @@ class SpeechSynthesizer:
         path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
         # A file, because a pipe that is not read would fill up and block the process.
         self._complaints = tempfile.TemporaryFile()
-        self._connection, theirs = multiprocessing.Pipe()
-        with theirs:  # only the process keeps this end, so that its exit is seen as EOF
+        self._connection, child_end = multiprocessing.Pipe()
+        with child_end:  # only the process keeps this end, so that its exit is seen as EOF
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "konkanivani.corpora.synthesis", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
+                [sys.executable, "-m", "konkanivani.corpora.synthesis", str(child_end.fileno())],
+                pass_fds=(child_end.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._complaints,

@@ -178,21 +178,21 @@ def _choose_names(names: list[str], lengths: Mapping[str, int], target: float, m
     """Return names whose total length approximates `target`, and leave at least `min_left` names."""
     if target <= 0:
         return frozenset()
-    taken: list[str] = []
+    chosen: list[str] = []
     filled = 0
     for name in names:
         # A long unit is skipped and shorter ones may still fit.
-        if filled + lengths[name] <= target and len(names) - len(taken) > min_left:
-            taken.append(name)
+        if filled + lengths[name] <= target and len(names) - len(chosen) > min_left:
+            chosen.append(name)
             filled += lengths[name]
-    known = set(taken)
-    left = [name for name in names if name not in known]
+    chosen_set = set(chosen)
+    remaining = [name for name in names if name not in chosen_set]
     # One more unit may exceed the target if that comes closer to it; min() takes the first on a tie.
-    nearest = min(left, key=lambda name: abs(filled + lengths[name] - target))
+    nearest = min(remaining, key=lambda name: abs(filled + lengths[name] - target))
     is_nearer = abs(filled + lengths[nearest] - target) < abs(filled - target)
-    if not taken or (is_nearer and len(left) > min_left):
-        taken.append(nearest)
-    return frozenset(taken)
+    if not chosen or (is_nearer and len(remaining) > min_left):
+        chosen.append(nearest)
+    return frozenset(chosen)
 
 
 # --------------------
@@ -335,8 +335,8 @@ def read_records(path: Path, delimiter: str = "\t", quoted: bool = False) -> Ite
 
 def columns_alike(columns: Iterable[str], name: str) -> list[str]:
     """Return the column of exactly this name, or else all columns equal to it up to case and surrounding blanks."""
-    alike = [column for column in dict.fromkeys(columns) if column.strip().casefold() == name.strip().casefold()]
-    return [name] if name in alike else alike
+    matching = [column for column in dict.fromkeys(columns) if column.strip().casefold() == name.strip().casefold()]
+    return [name] if name in matching else matching
 
 
 def choose_columns(table: Path, head: Iterable[str], wanted: Iterable[tuple[str, tuple[str, ...], bool]]) -> list[str]:
@@ -355,17 +355,19 @@ def choose_columns(table: Path, head: Iterable[str], wanted: Iterable[tuple[str,
     chosen = []
     for requested, usual, is_needed in wanted:
         matches = {name: columns_alike(head, name) for name in ((requested,) if requested else usual)}
-        only = next((alike[0] for alike in matches.values() if len(alike) == 1), "")
-        unclear = next((name for name, alike in matches.items() if len(alike) > 1), "")
-        if not only and (unclear or requested or is_needed):
+        single = next((columns[0] for columns in matches.values() if len(columns) == 1), "")
+        ambiguous = next((name for name, columns in matches.items() if len(columns) > 1), "")
+        if not single and (ambiguous or requested or is_needed):
             problem = (
-                f"{len(matches[unclear])} columns {unclear!r}" if unclear else f"no column {next(iter(matches))!r}"
+                f"{len(matches[ambiguous])} columns {ambiguous!r}"
+                if ambiguous
+                else f"no column {next(iter(matches))!r}"
             )
             raise UsageError(
                 f"{table} has {problem}; its columns are {', '.join(map(repr, sorted(head)))}. Name the columns "
                 "with --audio_column, --text_column, --speaker_column, --split_column and --channel_column."
             )
-        chosen.append(only or usual[0])  # an optional column that is missing reads as empty
+        chosen.append(single or usual[0])  # an optional column that is missing reads as empty
     return chosen
 
 
@@ -422,8 +424,8 @@ def mend_rows(rows: Iterable[Record], delimiter: str = "\t") -> Iterator[Record]
         if not waiting:
             return
         first = waiting.popleft()
-        row, taken = _join_rows(first, waiting, delimiter) if _is_open(first.cells[-1]) else (first, 0)
-        for _ in range(taken):
+        row, joined_count = _join_rows(first, waiting, delimiter) if _is_open(first.cells[-1]) else (first, 0)
+        for _ in range(joined_count):
             waiting.popleft()
         yield row
 

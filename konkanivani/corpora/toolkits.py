@@ -205,8 +205,8 @@ def _locate_segment(
     source: SpeechFolder, folder: Path, utterance: SourceUtterance, segment: Entry, recordings: dict[str, Entry]
 ) -> SourceUtterance | RefusedRow:
     """Return the utterance with its audio path and span, or refused if they are unknown without running a command."""
-    segment_row, spoken = segment
-    name, *numbers = spoken.split() or ("",)
+    segment_row, fields = segment
+    name, *numbers = fields.split() or ("",)
     start, end = map(as_seconds, numbers[:2]) if len(numbers) in (2, 3) else (None, None)
     if start is None or end is None:
         file = source.name_of(folder / "segments")
@@ -233,11 +233,15 @@ def _locate_segment(
 
 def _labelled_channels(path: Path) -> dict[str, int]:
     """Return the channel, from 0, of each recording with a letter or a number in reco2file_and_channel."""
-    named = {name: words.split()[1].upper() for name, (_, words) in _entries(path).items() if len(words.split()) == 2}
+    label_by_name = {
+        name: words.split()[1].upper() for name, (_, words) in _entries(path).items() if len(words.split()) == 2
+    }
     # STM and CTM count from 1; a single 0 shows that the whole file counts from 0.
-    first = 0 if "0" in named.values() else 1
-    numbers = {name: int(label) - first for name, label in named.items() if label.isascii() and label.isdecimal()}
-    letters = {name: ord(label) - ord("A") for name, label in named.items() if re.fullmatch("[A-Z]", label)}
+    first = 0 if "0" in label_by_name.values() else 1
+    numbers = {
+        name: int(label) - first for name, label in label_by_name.items() if label.isascii() and label.isdecimal()
+    }
+    letters = {name: ord(label) - ord("A") for name, label in label_by_name.items() if re.fullmatch("[A-Z]", label)}
     return numbers | letters
 
 
@@ -250,7 +254,7 @@ def _audio(source: SpeechFolder, folder: Path, value: str) -> Path | None:
         return Path(value)
     above = Path(os.path.abspath(folder)).parents
     # Also below --source and --audio_root: a data folder may be outside of the recipe's folder.
-    paths = (place / value for place in (folder, source.path, source.audio_root or source.path, *above))
+    paths = (base / value for base in (folder, source.path, source.audio_root or source.path, *above))
     return next((path for path in paths if os.path.lexists(existing_path(str(path)))), None)
 
 
@@ -355,7 +359,14 @@ def _read_manifest(source: SpeechFolder, manifest: Path, folder: Path, split: st
             members = shards[shard.name]
             names = (name, re.sub(r"-sub\d+$", "", stem) + dot + suffix)
             # An exact name has precedence, then the name without -subN, then both in NFC.
-            member = next((members[each] for each in (*names, *map(comparable_name, names)) if each in members), None)
+            member = next(
+                (
+                    members[name_in_shard]
+                    for name_in_shard in (*names, *map(comparable_name, names))
+                    if name_in_shard in members
+                ),
+                None,
+            )
             absent = RefusedRow(file, number, "missing audio", f"{shard.name} has no member {name}", name)
             yield _locate_member(utterance, shard, member) if member else absent
         else:

@@ -238,8 +238,8 @@ class EpochPlan:
     def __getitem__(self, number: int) -> np.ndarray:
         number = range(len(self))[number]
         is_full = number < len(self.global_batch_order)  # only the last global batch may be smaller
-        place = int(self.global_batch_order[number]) if is_full else number
-        return self.order[place * self.global_batch_size : (place + 1) * self.global_batch_size]
+        index = int(self.global_batch_order[number]) if is_full else number
+        return self.order[index * self.global_batch_size : (index + 1) * self.global_batch_size]
 
     def __iter__(self) -> Iterator[np.ndarray]:
         return (self[number] for number in range(len(self)))

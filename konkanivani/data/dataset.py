@@ -118,9 +118,9 @@ def load_excerpt(sound: Sound, samples: int, generator: torch.Generator) -> torc
     A recording that is too short is repeated, from a random position on.
     """
     # Rounded up, so that resampling yields at least `samples` samples.
-    wanted = -(-samples * sound.rate // SAMPLE_RATE)
-    if sound.frames >= wanted:
-        loaded = load_audio(sound.span(draw_index(sound.frames - wanted + 1, generator), wanted))
+    source_samples = -(-samples * sound.rate // SAMPLE_RATE)
+    if sound.frames >= source_samples:
+        loaded = load_audio(sound.span(draw_index(sound.frames - source_samples + 1, generator), source_samples))
         start = 0
     else:
         loaded = load_audio(sound.span(0, sound.frames))

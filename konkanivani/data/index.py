@@ -108,18 +108,18 @@ class Utterance:
             both = f"{self.input_text}\0{self.text}"
             return int.from_bytes(hashlib.blake2b(both.encode(), digest_size=7).digest(), "big")
         stem = os.path.splitext(os.path.basename(self.audio_filepath))[0]
-        place: tuple[object, ...] = (stem, self.byte_offset, self.offset or 0.0, round(self.duration, 2))
+        identity: tuple[object, ...] = (stem, self.byte_offset, self.offset or 0.0, round(self.duration, 2))
         # Only with a channel, so that the hashes of older checkpoints stay valid.
         if self.channel is not None:
-            place += (self.channel,)
-        return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=7).digest(), "big")
+            identity += (self.channel,)
+        return int.from_bytes(hashlib.blake2b(repr(identity).encode(), digest_size=7).digest(), "big")
 
     @property
     def source(self) -> AudioSource:
-        place = self.audio_path, self.byte_offset, self.byte_count
+        location = self.audio_path, self.byte_offset, self.byte_count
         # The user names the manifest, and with it its absolute paths; only relative paths are confined to its folder.
         roots = None if os.path.isabs(self.audio_filepath) else self.roots
-        return AudioSource(*place, self.offset, self.duration, roots, self.channel)
+        return AudioSource(*location, self.offset, self.duration, roots, self.channel)
 
 
 class Utterances(Protocol):
@@ -446,7 +446,7 @@ def _scan(
     marks = set()
     start = first
     row = 0
-    known = ""
+    last_path = ""
     removed = FormatCharacterCount()
     folder = os.path.dirname(manifest)
     with open(manifest, "rb") as file:
@@ -464,11 +464,11 @@ def _scan(
                     # Consecutive rows are often spans of one file or shard: its existence is checked once.
                     if (
                         fields is None
-                        and utterance.audio_path != known
+                        and utterance.audio_path != last_path
                         and not os.path.exists(existing_path(utterance.audio_path))
                     ):
                         raise BadRow(MISSING, utterance.audio_filepath)
-                    known = utterance.audio_path
+                    last_path = utterance.audio_path
                     marks.add(utterance.mark)
                     removed.add(find_removed(utterance.text))
                     for column, value in zip(columns.values(), (start, size, row, utterance.duration), strict=True):

@@ -89,12 +89,12 @@ class PrefetchLimit:
         fewer = min(fitting, loader.workers * loader.ahead - 1)
         self.batches = 0 if was_lowered else max(0, fewer)
         now = self.apply(loader)
-        way = "the training process loads the audio itself"
+        remedy = "the training process loads the audio itself"
         if now.workers:
-            way = f"loading continues with {count(now.workers, 'worker')}, {now.ahead} prefetched per worker"
+            remedy = f"loading continues with {count(now.workers, 'worker')}, {now.ahead} prefetched per worker"
         tqdm.write(
             f"Shared memory ({SHARED_MEMORY}, {free_bytes / 2**20:.2f} MiB free) is too small for "
-            f"{count(loader.workers, 'data loading worker')}, {loader.ahead} prefetched per worker: {way}, with the "
+            f"{count(loader.workers, 'data loading worker')}, {loader.ahead} prefetched per worker: {remedy}, with the "
             "same results. For faster loading start the container with more, for example docker run --shm-size=1g."
         )
 

@@ -80,13 +80,13 @@ class GlobalBatchStream:
         rate = (TOKENS if reads_text(self.speech.tokenizer) else SECONDS).rate
         samples = round(portion.audio_seconds * rate)
         exit_code = interrupted.exit_code if interrupted else 0
-        mine = [exit_code, len(result.rejections), portion.tokens, portion.utterances, samples, padded]
-        codes, rejected, *counts = zip(*gather_numbers(self.topology, mine), strict=True)
+        own_numbers = [exit_code, len(result.rejections), portion.tokens, portion.utterances, samples, padded]
+        codes, rejected, *counts = zip(*gather_numbers(self.topology, own_numbers), strict=True)
         if any(codes):  # a signal's exit code is 128 plus its number
             raise interrupted or Interrupted("Another rank was stopped by a signal.", max(codes) - 128)
         if any(rejected):  # objects are slower to gather than numbers, and rejections are rare
-            for theirs in gather(self.topology, result.rejections):
-                self.rejections.add(theirs)
+            for rejections in gather(self.topology, result.rejections):
+                self.rejections.add(rejections)
         tokens, utterances, samples, padded = map(sum, counts)
         if not utterances:
             return None

@@ -113,8 +113,10 @@ def read_manifest(path: str | Path, named_roots: tuple[str, ...] = (), fields: T
     with explained(DataError, f"The manifest {path} cannot be read", ADVICE):
         index = open_index(Path(path), named_roots, fields)
     if not len(index.starts) and not index.broken:
-        wanted = "audio_filepath, duration and text" if fields is None else f"{fields.input} and {fields.target}"
-        raise DataError(f"The manifest {path} is empty. Each line must be a JSON object with {wanted}.")
+        required_fields = (
+            "audio_filepath, duration and text" if fields is None else f"{fields.input} and {fields.target}"
+        )
+        raise DataError(f"The manifest {path} is empty. Each line must be a JSON object with {required_fields}.")
     return Manifest(str(path), index, named_roots, fields)
 
 
@@ -216,8 +218,8 @@ class Fingerprint:
 
     def shared(self, other: "Fingerprint") -> float:
         """Estimate the share of the smaller corpus's utterances that are also in the other corpus."""
-        mine, theirs = self._comparable(other)
-        return len(mine & theirs) / max(1, min(len(mine), len(theirs)))
+        own_marks, other_marks = self._comparable(other)
+        return len(own_marks & other_marks) / max(1, min(len(own_marks), len(other_marks)))
 
     def is_unchanged(self, other: "Fingerprint") -> bool:
         """Return whether the other corpus has the same number of utterances and no detectable difference."""
@@ -225,15 +227,15 @@ class Fingerprint:
 
     def change_to(self, other: "Fingerprint") -> CorpusChange | None:
         """Return the difference to the other corpus; None if both sketches show no difference."""
-        mine, theirs = self._comparable(other)
+        own_marks, other_marks = self._comparable(other)
         difference = other.utterances - self.utterances  # known exactly
         is_exact = min(self.reach, other.reach) == float("inf")
         if is_exact:
             # Hashes are a set, whereas a row that occurs twice counts as two utterances: correct by the difference.
-            added = max(len(theirs - mine), len(mine - theirs) + difference)
+            added = max(len(other_marks - own_marks), len(own_marks - other_marks) + difference)
         else:
             # Estimate the removed utterances from this sketch's sample; the difference of the sizes is exact.
-            added = max(0, round(len(mine - theirs) / max(1, len(mine)) * self.utterances) + difference)
+            added = max(0, round(len(own_marks - other_marks) / max(1, len(own_marks)) * self.utterances) + difference)
         change = CorpusChange(added, added - difference, is_exact)
         return change if change.added or change.removed else None
 
@@ -311,9 +313,9 @@ class Rejections:
 
     def news(self) -> tuple[Rejection, ...]:
         """Return the rejections added by `add` since the last call, to be sent to the other ranks."""
-        news = tuple(self._news)
+        new_rejections = tuple(self._news)
         self._news = []
-        return news
+        return new_rejections
 
     def begin(self, manifest: Manifest) -> None:
         """Add a manifest's broken rows; must precede any other rejection from this manifest."""
@@ -372,12 +374,12 @@ class Rejections:
             f"row {rejection.row}, {rejection.audio_filepath}".removesuffix(", ") + f": {rejection.reason}"
             for rejection in broken[:NAMED]
         ]
-        named = "".join(f"\n  {line}" for line in lines)
+        broken_lines = "".join(f"\n  {line}" for line in lines)
         omitted = f"\n  and {count(len(broken) - NAMED, 'other')}" if len(broken) > NAMED else ""
         listed = f" (listed in {self._path})" if self._path else ""
         raise DataError(
             f"{len(broken):,} of the {count(rows, 'row')} of {manifest} {is_or_are(len(broken))} broken, more than "
-            f"--max_rejected {self._most:.4g} allows:{named}{omitted}\n"
+            f"--max_rejected {self._most:.4g} allows:{broken_lines}{omitted}\n"
             f"Fix or delete them{listed}, or raise --max_rejected."
         )
 

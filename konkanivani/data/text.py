@@ -128,14 +128,14 @@ class FormatCharacterCount:
 
     def sentence(self, keeps_joiners: bool = False) -> str:
         """Return one sentence with the counts; empty if nothing is removed. Written text keeps its joiners."""
-        left = {c: n for c, n in self.characters.items() if not (keeps_joiners and c in JOINERS)}
-        if not left:
+        remaining = {c: n for c, n in self.characters.items() if not (keeps_joiners and c in JOINERS)}
+        if not remaining:
             return ""
         texts = self.unwritten_texts if keeps_joiners else self.texts
-        codes = [f"U+{ord(character):04X}" for character in sorted(left)]
-        named = ", ".join(codes[:MAX_NAMED]) + (f" and {len(codes) - MAX_NAMED} more" if codes[MAX_NAMED:] else "")
-        removed = count(sum(left.values()), "invisible format character")
-        return f"Removed {removed} from {count(texts, 'transcript')} ({named})."
+        codes = [f"U+{ord(character):04X}" for character in sorted(remaining)]
+        listed = ", ".join(codes[:MAX_NAMED]) + (f" and {len(codes) - MAX_NAMED} more" if codes[MAX_NAMED:] else "")
+        removed = count(sum(remaining.values()), "invisible format character")
+        return f"Removed {removed} from {count(texts, 'transcript')} ({listed})."
 
 
 # --------------------

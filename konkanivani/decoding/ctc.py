@@ -239,8 +239,8 @@ def _advance(beam: _Beam, frame: int, emissions: torch.Tensor, tried: torch.Tens
     in_blank = before + emissions[:, BLANK, None]
     in_token = torch.logaddexp(beam.in_token + by_last, from_parent)
 
-    ways = _extendable(tried[:, None], beam.last[:, :, None], beam.in_blank[:, :, None], before[:, :, None])
-    extended = ways + emissions.gather(1, tried)[:, None]
+    extendable = _extendable(tried[:, None], beam.last[:, :, None], beam.in_blank[:, :, None], before[:, :, None])
+    extended = extendable + emissions.gather(1, tried)[:, None]
     extended = extended.masked_fill(_is_in_beam(beam, parents, has_parent, tried, emissions.shape[1]), -math.inf)
 
     scores = torch.cat([torch.logaddexp(in_blank, in_token)[:, :, None], extended], dim=2)

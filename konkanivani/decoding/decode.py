@@ -355,10 +355,10 @@ class BeamDecode:
         The rules' maximum or, without one, the utterance's number of frames; at most the decoder's capacity.
         """
         # The prompt takes positions in the decoder. Without a rule, at most one token per encoder frame, as in CTC.
-        most = self.rules.most_tokens
+        max_tokens = self.rules.most_tokens
         capacity = decoder_of(model).most_tokens - len(self.rules.prompt)
         # int: a capacity without limit is infinite, but no minimum is.
-        return tuple(int(min(length if most is None else most, capacity)) for length in encoded_lengths)
+        return tuple(int(min(length if max_tokens is None else max_tokens, capacity)) for length in encoded_lengths)
 
     def attention(self, model: Network, encoded: torch.Tensor, lengths: Lengths, beam: int) -> FullScorer:
         """Return the attention decoder's scorer of `beam` hypotheses per utterance, restricted by the rules."""
@@ -377,13 +377,13 @@ def ways_to_decode(heads: Heads) -> list[DecodingMethod]:
     """Return the values of `DecodingConfig.decode` that the model has the heads for, the best one last."""
     has_ctc = heads.has_ctc
     has_decoder = heads.has_decoder
-    ways: dict[DecodingMethod, bool] = {
+    is_possible_by_method: dict[DecodingMethod, bool] = {
         "greedy": True,
         "prefix": has_ctc,
         "attention": has_decoder,
         "joint": has_ctc and has_decoder,
     }
-    return [way for way, is_possible in ways.items() if is_possible]
+    return [method for method, is_possible in is_possible_by_method.items() if is_possible]
 
 
 def build_decode(config: DecodingConfig, heads: Heads, tokenizer: Vocabulary, device: torch.device) -> Decode:

@@ -128,9 +128,11 @@ def read_language_model(path: str | Path, tokenizer: Vocabulary, device: torch.d
         ) from None
     special = dataclasses.astuple(tokenizer.special)
     pieces = tokenizer.size - len(special)
-    known = int((~np.isin(orders[0].tokens, special)).sum())
-    if 2 * known < pieces:  # nearly every token would be scored as unknown
-        raise DataError(f"The language model {path} has only {known} of the tokenizer's {pieces} tokens. {FOREIGN}")
+    known_pieces = int((~np.isin(orders[0].tokens, special)).sum())
+    if 2 * known_pieces < pieces:  # nearly every token would be scored as unknown
+        raise DataError(
+            f"The language model {path} has only {known_pieces} of the tokenizer's {pieces} tokens. {FOREIGN}"
+        )
     return model
 
 
@@ -347,7 +349,7 @@ class FusionScores:
     def follow(self, sources: torch.Tensor, is_longer: torch.Tensor, tokens: torch.Tensor) -> "FusionScores":
         """Return the scores of prefixes `sources` (B, K), extended by a token (B, K) if `is_longer` (B, K)."""
         following = self.following.gather(1, sources[:, :, None].expand_as(self.following))
-        states, scores, ends = (each.gather(1, sources) for each in (self.states, self.scores, self.ends))
+        states, scores, ends = (values.gather(1, sources) for values in (self.states, self.scores, self.ends))
         gains = following.gather(2, tokens.clamp(min=0)[:, :, None])[:, :, 0]  # -1: not extended
         scores = torch.where(is_longer, scores + gains, scores)
         states[is_longer] = self.fusion.language_model.advance(states[is_longer], tokens[is_longer])

@@ -169,7 +169,7 @@ class _Reader:
         tokens = array("i")
         logarithms = array("d")
         backoffs = array("d")
-        known = self._known
+        token_by_word = self._known
         unknown = []
         for _ in range(count):
             fields = self._next_line().split()
@@ -188,9 +188,9 @@ class _Reader:
             if probability > 0 or not -MAX_BACKOFF < backoff < MAX_BACKOFF:
                 raise self._error(f"{probability:g} and {backoff:g} are not a log probability and a backoff weight")
             try:
-                tokens.extend([known[word] for word in words])
+                tokens.extend([token_by_word[word] for word in words])
             except KeyError:
-                unknown += [word for word in words if word not in known and word not in unknown]
+                unknown += [word for word in words if word not in token_by_word and word not in unknown]
                 if order > 1 or len(unknown) > MAX_NAMED:
                     raise self._unknown_words(order, unknown) from None
             logarithms.append(probability)
@@ -205,10 +205,10 @@ class _Reader:
         )
 
     def _unknown_words(self, order: int, words: list[bytes]) -> DataError:
-        named = ", ".join(map(_quote_line, words[:MAX_NAMED])) + (", ..." if len(words) > MAX_NAMED else "")
+        listed = ", ".join(map(_quote_line, words[:MAX_NAMED])) + (", ..." if len(words) > MAX_NAMED else "")
         if order > 1:
-            return self._error(f"{named} in its {order}-grams is not in its 1-grams")
-        return self._error(f"{named} is not a token of the tokenizer", FOREIGN)
+            return self._error(f"{listed} in its {order}-grams is not in its 1-grams")
+        return self._error(f"{listed} is not a token of the tokenizer", FOREIGN)
 
     def _error(self, problem: str, advice: str = "Train it again, or use another --language_model.") -> DataError:
         hint = conversion_hint(self._path) if self._path.suffix == ".gz" else ""

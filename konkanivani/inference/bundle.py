@@ -185,8 +185,8 @@ def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:
     has_ctc = "ctc_head.weight" in weights
     architecture = HybridArchitecture(config.model, config.features, tokenizer.size, has_ctc)
     model = architecture.build_without_values()
-    wanted = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
-    if wanted != {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}:
+    expected = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
+    if expected != {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}:
         raise ValueError("its weights do not match its dimensions")
     check_finite(str(path), weights)
     model.load_state_dict(weights, assign=True)

@@ -134,19 +134,19 @@ def _training_facts(checkpoint: Checkpoint) -> TrainingFacts | None:
 
 def _base_folder_facts(base: PretrainedWhisper) -> BaseFacts:
     folder = base.folder
-    named = folder.config.get("_name_or_path")  # written by transformers
+    base_name = folder.config.get("_name_or_path")  # written by transformers
     # A local path would be no use to a reader.
-    name = named if isinstance(named, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", named, re.ASCII) else ""
+    name = base_name if isinstance(base_name, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", base_name, re.ASCII) else ""
     files = list(folder.files)
     # Shards have a digest each, which a reader would not compare.
     digest = digest_of_file(folder.path / files[0]) if len(files) == 1 else ""
-    place = folder.path.resolve()
+    folder_path = folder.path.resolve()
     repository = ""
     commit = ""
-    if match := CACHED.search(place.as_posix()):
+    if match := CACHED.search(folder_path.as_posix()):
         repository = f"{match[1]}/{match[2]}"
         commit = match[3]
-    return BaseFacts(place.name, digest, licence_in_card(folder.path / CARD), name, "", repository, commit)
+    return BaseFacts(folder_path.name, digest, licence_in_card(folder.path / CARD), name, "", repository, commit)
 
 
 def licence_in_card(path: Path) -> str:
@@ -202,21 +202,21 @@ def write_hub_folder(out: Path, facts: CardFacts, write_files: Callable[[Path], 
 
 def _sibling(out: Path, kind: str) -> Path:
     """Return an unused path in the same folder, and hence on the same file system."""
-    place = out.resolve()
-    return place.with_name(f"{place.name}.{kind}_{uuid.uuid4().hex[:8]}")
+    target = out.resolve()
+    return target.with_name(f"{target.name}.{kind}_{uuid.uuid4().hex[:8]}")
 
 
 def _swap(new: Path, out: Path) -> None:
     """Replace the folder `out` by `new`; if that fails, `out` keeps its content."""
-    place = out.resolve()
+    target = out.resolve()
     old = _sibling(out, "old")
     try:
         with defer_signals():  # between the two renames, `out` does not exist
-            os.rename(place, old)
+            os.rename(target, old)
             try:
-                os.rename(new, place)
+                os.rename(new, target)
             except OSError:
-                os.rename(old, place)
+                os.rename(old, target)
                 raise
     except OSError as error:
         raise ResourceError(

@@ -39,7 +39,7 @@ class LiveOutput:
 
     def __init__(self, is_json: bool) -> None:
         self._is_json = is_json
-        self._terminal: TextIO | None = next((each for each in (sys.stdout, sys.stderr) if each.isatty()), None)
+        self._terminal: TextIO | None = next((stream for stream in (sys.stdout, sys.stderr) if stream.isatty()), None)
 
     @property
     def shows_partials(self) -> bool:

@@ -137,8 +137,8 @@ def check_author(author: AuthorFacts) -> None:
         raise UsageError(f"--license {author.license} is not an SPDX identifier. Give one such as Apache-2.0 or MIT.")
     if author.speech_language is not None and not LANGUAGE.fullmatch(author.speech_language):
         raise UsageError(f"--speech_language {author.speech_language} is not an ISO 639 code. Give one such as kok.")
-    named = [("--base_model", author.base_model), *(("--datasets", name) for name in author.datasets)]
-    for flag, name in named:
+    names_by_flag = [("--base_model", author.base_model), *(("--datasets", name) for name in author.datasets)]
+    for flag, name in names_by_flag:
         if name is not None and not REPOSITORY.fullmatch(name):
             raise UsageError(f"{flag} {name} is not a name on the hub. Give OWNER/NAME, or omit the flag.")
 
@@ -181,9 +181,9 @@ def _metadata(facts: CardFacts) -> Iterator[str]:
     if facts.language is not None:
         yield f"language: {quoted(facts.language)}"
     if author.license is not None:
-        known = hub_licence(author.license)
-        yield f"license: {quoted(known or 'other')}"
-        if known is None:
+        hub_name = hub_licence(author.license)
+        yield f"license: {quoted(hub_name or 'other')}"
+        if hub_name is None:
             yield f"license_name: {quoted(author.license.lower())}"
     yield f"library_name: {quoted('transformers' if facts.contents.is_whisper else 'konkanivani')}"
     yield f"pipeline_tag: {quoted(TASK)}"

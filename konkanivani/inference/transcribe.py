@@ -62,10 +62,12 @@ def find_recordings(paths: Sequence[str], spooled: Path | None = None) -> list[R
         if not path.is_dir():
             recordings.append(Recording(path, Path(path.name)))
             continue
-        audible = sorted(each for each in visible_files(path) if each.suffix.lower() in AUDIO_SUFFIXES)
+        audible = sorted(
+            audio_path for audio_path in visible_files(path) if audio_path.suffix.lower() in AUDIO_SUFFIXES
+        )
         if not audible:
             raise DataError(f"The folder {path} contains no readable audio file. Give another folder, or files.")
-        recordings += [Recording(each, each.relative_to(path)) for each in audible]
+        recordings += [Recording(audio_path, audio_path.relative_to(path)) for audio_path in audible]
     return recordings
 
 
@@ -81,14 +83,14 @@ def output_paths(recordings: Sequence[Recording], directory: Path, text_format: 
         path if times[path] == 1 else directory / f"{recording.name}.{text_format}"
         for path, recording in zip(short, recordings, strict=True)
     ]
-    taken: dict[Path, Recording] = {}
+    first_by_path: dict[Path, Recording] = {}
     for path, recording in zip(paths, recordings, strict=True):
-        if path in taken:
+        if path in first_by_path:
             raise UsageError(
-                f"The transcripts of {taken[path]} and {recording} would both be written to {path}. Use two "
+                f"The transcripts of {first_by_path[path]} and {recording} would both be written to {path}. Use two "
                 "calls with different --output_dir."
             )
-        taken[path] = recording
+        first_by_path[path] = recording
     return paths
 
 
@@ -131,7 +133,7 @@ class Transcription:
         failed = 0
         recognizer = self.load()  # takes seconds, so it comes after all checks that may refuse the run
         # A missing file counts 0 here; its error is raised when it is opened.
-        sizes = np.array([each.path.stat().st_size if each.path.is_file() else 0 for each in recordings])
+        sizes = np.array([recording.path.stat().st_size if recording.path.is_file() else 0 for recording in recordings])
         # File size approximates duration. Every rank computes the same partition, without communication.
         portion = partition(sizes, self.topology.world_size)[self.topology.rank]
         shown = [recordings[number] for number in portion]
@@ -156,13 +158,13 @@ class Transcription:
         if self.output is not None:
             paths = output_paths(recordings, self.output, self.text_format)
             # Only rank 0 checks: ranks that see other states of a shared file system would disagree on the work.
-            there = broadcast_from_rank0(self.topology, lambda: [path.exists() for path in paths])
-            if any(there) and self.existing == "refuse":
+            exists = broadcast_from_rank0(self.topology, lambda: [path.exists() for path in paths])
+            if any(exists) and self.existing == "refuse":
                 raise UsageError(
-                    f"{paths[there.index(True)]} already exists, one of {sum(there):,}. Use --existing keep to make "
+                    f"{paths[exists.index(True)]} already exists, one of {sum(exists):,}. Use --existing keep to make "
                     "only the missing transcripts, --existing replace to make all, or choose another --output_dir."
                 )
-            return paths, [self.existing == "keep" and is_there for is_there in there]
+            return paths, [self.existing == "keep" and is_there for is_there in exists]
         if self.text_format in ("srt", "vtt") and len(recordings) > 1:
             raise UsageError(f"Subtitles of {len(recordings)} recordings need one file each. Give an --output_dir.")
         return [None] * len(recordings), [False] * len(recordings)
@@ -222,8 +224,8 @@ class _Progress:
         # After an exception other ranks may not reach the collective below.
         if kind is not None or self._topology.is_single_process:
             return
-        of_all = [each for messages in gather(self._topology, self._kept) for each in messages]
-        for _, pieces in sorted(of_all, key=lambda each: each[0]):
+        of_all = [message for messages in gather(self._topology, self._kept) for message in messages]
+        for _, pieces in sorted(of_all, key=lambda message: message[0]):
             for text, is_error in pieces:
                 print(text, end="", file=sys.stderr if is_error else sys.stdout, flush=True)
 

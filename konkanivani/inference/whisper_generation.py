@@ -171,8 +171,8 @@ def without_final_loop(tokens: list[int], vocabulary: PromptedVocabulary) -> lis
     Without such a sequence all tokens are returned. The timestamp after the first copy is kept.
     """
     # Timestamps rise from copy to copy, so only text tokens are compared.
-    places = [place for place, token in enumerate(tokens) if vocabulary.seconds_of(token) is None]
-    text = [tokens[place] for place in places]
+    places = [index for index, token in enumerate(tokens) if vocabulary.seconds_of(token) is None]
+    text = [tokens[index] for index in places]
     removed = 0
     for period in range(1, len(text) // LOOP_COPIES + 1):
         repeated = 0
@@ -204,15 +204,15 @@ def generate(scorer: FullScorer, choose: Choose, limits: dict[int, int], end: in
         chosen = choose(step, rows, log_probabilities)
         chosen = chosen.masked_fill(log_probabilities[:, end].isnan(), end)  # NaN: the model is broken, so end here
         gained = log_probabilities.gather(1, chosen[:, None])[:, 0].tolist()
-        for row, token, more in zip(rows, chosen.tolist(), gained, strict=True):
-            totals[row] += more
+        for row, token, gain in zip(rows, chosen.tolist(), gained, strict=True):
+            totals[row] += gain
             tokens[row] += [token] if token != end else []
         scorer.follow(torch.zeros_like(chosen)[:, None], chosen[:, None])
         going = (chosen != end).nonzero()[:, 0]
         # Selecting utterances copies the decoder cache: do it only when one has ended.
         if len(going) < len(rows):
             scorer.keep(going)
-        rows = [rows[place] for place in going.tolist()]
+        rows = [rows[index] for index in going.tolist()]
         step = step + 1
     return {row: ScoredTokens(tokens[row], totals[row] / (len(tokens[row]) + 1)) for row in limits}
 

@@ -162,18 +162,18 @@ class Cue:
 def build_cues(segments: Iterable[Segment], timestamps: Timestamps) -> Iterator[Cue]:
     """Yield the cues of segments, at least 1 ms long and without overlap."""
     # The end of a cue depends on the next one, so output lags by one cue.
-    held: Cue | None = None
+    previous: Cue | None = None
     for segment in segments:
         for words in [[word] for word in segment.words] if timestamps == "word" else _cue_words(segment.words):
             start = round(words[0].start * 1000)
-            if held is not None:
+            if previous is not None:
                 # Rounding may give equal starts: move the later cue, so that every cue lasts at least 1 ms.
-                start = max(start, held.start + 1)
-                yield _extend_cue(held, start)
+                start = max(start, previous.start + 1)
+                yield _extend_cue(previous, start)
             end = max(round(words[-1].end * 1000), start + 1)
-            held = Cue(start, end, _balance_lines([word.text for word in words]))
-    if held is not None:
-        yield _extend_cue(held, None)
+            previous = Cue(start, end, _balance_lines([word.text for word in words]))
+    if previous is not None:
+        yield _extend_cue(previous, None)
 
 
 def _extend_cue(cue: Cue, following: int | None) -> Cue:
@@ -186,7 +186,7 @@ def _cue_words(words: Iterable[Word]) -> Iterator[list[Word]]:
     """Yield the words of a segment in groups that fit one cue and contain no pause."""
     cue: list[Word] = []
     for word in words:
-        lines = _wrap([each.text for each in (*cue, word)], LINE_CHARACTERS)
+        lines = _wrap([cue_word.text for cue_word in (*cue, word)], LINE_CHARACTERS)
         fits = len(lines) <= CUE_LINES and word.end - (cue or [word])[0].start <= MAX_CUE
         if cue and not (fits and word.start - cue[-1].end < CUE_PAUSE):
             yield cue
@@ -272,11 +272,11 @@ def alignment_weights(weights: torch.Tensor, heads: tuple[tuple[int, int], ...])
 
 def _median_filter(weights: torch.Tensor) -> torch.Tensor:
     """Return the running median over frames (..., T'); inputs of up to 3 frames are returned unchanged."""
-    beside = MEDIAN_FRAMES // 2
-    if weights.shape[-1] <= beside:
+    half_width = MEDIAN_FRAMES // 2
+    if weights.shape[-1] <= half_width:
         return weights
     # Reflection needs more frames than it pads.
-    mirrored = torch.nn.functional.pad(weights, (beside, beside), mode="reflect")
+    mirrored = torch.nn.functional.pad(weights, (half_width, half_width), mode="reflect")
     return mirrored.unfold(-1, MEDIAN_FRAMES, 1).median(dim=-1).values
 
 
@@ -287,7 +287,7 @@ def first_frames(costs: np.ndarray) -> list[int]:
     """
     rows, columns = costs.shape
     totals = np.full((rows + 1, columns + 1), np.inf)
-    totals[0, 0], ways = 0.0, np.full((rows + 1, columns + 1), RIGHT)
+    totals[0, 0], directions = 0.0, np.full((rows + 1, columns + 1), RIGHT)
     # One anti-diagonal at a time, vectorised: its cells depend on the two previous anti-diagonals only.
     for diagonal in range(2, rows + columns + 1):
         row = np.arange(max(1, diagonal - columns), min(rows, diagonal - 1) + 1)
@@ -296,8 +296,8 @@ def first_frames(costs: np.ndarray) -> list[int]:
         # Ties go to RIGHT, as in OpenAI's code.
         is_diagonal = (before[DIAGONAL] < before[DOWN]) & (before[DIAGONAL] < before[RIGHT])
         is_down = (before[DOWN] < before[DIAGONAL]) & (before[DOWN] < before[RIGHT])
-        ways[row, column] = way = np.select([is_diagonal, is_down], [DIAGONAL, DOWN], RIGHT)
-        totals[row, column] = costs[row - 1, column - 1] + np.take_along_axis(before, way[None], 0)[0]
+        directions[row, column] = direction = np.select([is_diagonal, is_down], [DIAGONAL, DOWN], RIGHT)
+        totals[row, column] = costs[row - 1, column - 1] + np.take_along_axis(before, direction[None], 0)[0]
     first = [0] * rows
     row = rows
     column = columns
@@ -305,7 +305,7 @@ def first_frames(costs: np.ndarray) -> list[int]:
         # Overwritten until the path leaves the row, so the first column remains.
         first[row - 1] = max(0, int(column) - 1)
         # In column 0 only steps down remain.
-        step = int(ways[row, column]) if column else DOWN
+        step = int(directions[row, column]) if column else DOWN
         row = row - (step != RIGHT)
         column = column - (step != DOWN)
     return first
@@ -354,8 +354,11 @@ def align_tokens(log_probabilities: torch.Tensor, tokens: list[int]) -> list[Ali
 
 def spread_tokens(length: float, tokens: Sequence[int]) -> list[AlignedToken]:
     """Return tokens (U) spread evenly over `length` frames or seconds, without a probability."""
-    each = length / max(1, len(tokens))
-    return [AlignedToken(token, place * each, (place + 1) * each, None) for place, token in enumerate(tokens)]
+    token_seconds = length / max(1, len(tokens))
+    return [
+        AlignedToken(token, index * token_seconds, (index + 1) * token_seconds, None)
+        for index, token in enumerate(tokens)
+    ]
 
 
 @dataclass(frozen=True)
@@ -453,10 +456,10 @@ def timed_words(words: list[SpokenTokens], delays: EmissionDelay, seconds: float
     ends = [word.last_letter + delays.after_last_letter for word in words]
     timed = []
     earliest = 0.0
-    for place, word in enumerate(words):
+    for index, word in enumerate(words):
         # Keep words in order: subtracting the delay may move a start before the previous end.
-        start = min(max(starts[place], earliest), seconds)
-        end = min(ends[place], starts[place + 1] if place + 1 < len(words) else seconds)
+        start = min(max(starts[index], earliest), seconds)
+        end = min(ends[index], starts[index + 1] if index + 1 < len(words) else seconds)
         earliest = min(max(end, start), seconds)
         timed.append(Word(word.text, start, earliest, word.confidence))
     return timed
@@ -469,8 +472,8 @@ def attended_words(
 
     If the hypothesis contains timestamps, words stay within their segment.
     """
-    each = framing.encoder_hop / SAMPLE_RATE  # seconds per encoder frame
-    segments = timed_segments(tokens, vocabulary, len(encoded) * each)
+    frame_seconds = framing.encoder_hop / SAMPLE_RATE  # seconds per encoder frame
+    segments = timed_segments(tokens, vocabulary, len(encoded) * frame_seconds)
     # The decoder is run without timestamps, since its alignment heads follow text tokens.
     text_tokens = [token for segment in segments for token in segment.tokens]
     # One pass aligns all segments; each consumes its share of the iterator.
@@ -479,7 +482,7 @@ def attended_words(
     for segment in segments:
         aligned = [AlignedToken(token, *span) for token, span in zip(segment.tokens, spans, strict=False)]
         for word in group_words(aligned, vocabulary, framing):
-            ends = (word.tokens[0].first * each, word.tokens[-1].end * each)
+            ends = (word.tokens[0].first * frame_seconds, word.tokens[-1].end * frame_seconds)
             # Attention may leave the segment at its first or last token.
             first, end = (min(max(time, segment.begin), segment.end) for time in ends)
             timed.append(Word(word.text, first, end, word.confidence))

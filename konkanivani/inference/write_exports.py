@@ -92,8 +92,8 @@ def check_signal() -> tuple[torch.Tensor, Lengths]:
 def check_bundle(read: SpeechModel, speech_model: SpeechModel, path: Path) -> None:
     """Raise a NumericsError unless the bundle's model gives bit-identical output to the checkpoint's."""
     signal = check_signal()
-    (found, found_lengths), (wanted, wanted_lengths) = read.encode(*signal), speech_model.encode(*signal)
-    if found_lengths != wanted_lengths or not torch.equal(found, wanted):
+    (output, output_lengths), (expected, expected_lengths) = read.encode(*signal), speech_model.encode(*signal)
+    if output_lengths != expected_lengths or not torch.equal(output, expected):
         raise NumericsError(f"The bundle {path} was deleted: read back, it gives different output. Check the disk.")
 
 
@@ -105,14 +105,14 @@ def check_onnx(onnx_model: "OnnxModel", speech_model: SpeechModel, path: Path, t
     # One padded batch in ONNX against single waveforms in PyTorch: padding must not change the output.
     together, encoded_lengths = onnx_model.log_probabilities(waveforms, lengths)
     for row, length in enumerate(lengths):
-        encoded, wanted_lengths = speech_model.encode(waveforms[row : row + 1, :length], (length,))
-        wanted = ctc_head(encoded).softmax(dim=-1)[0]
-        got = together[row, : len(wanted)].exp()
+        encoded, expected_lengths = speech_model.encode(waveforms[row : row + 1, :length], (length,))
+        expected = ctc_head(encoded).softmax(dim=-1)[0]
+        got = together[row, : len(expected)].exp()
         # `not <=` is true for NaN.
-        if encoded_lengths[row] != wanted_lengths[0] or not _max_difference(got, wanted) <= tolerance:
+        if encoded_lengths[row] != expected_lengths[0] or not _max_difference(got, expected) <= tolerance:
             raise NumericsError(
                 f"The ONNX file {path} was deleted: its probabilities differ by up to "
-                f"{_max_difference(got, wanted):.2g} from the checkpoint's. Update onnx, onnxruntime and onnxscript, "
+                f"{_max_difference(got, expected):.2g} from the checkpoint's. Update onnx, onnxruntime and onnxscript, "
                 "or use a bundle."
             )
 
@@ -134,8 +134,8 @@ def compare(forms: list[Exported], utterances: EvaluationSet) -> list[FormScore]
     # Batches of one utterance, so that padding cannot cause a difference.
     alone = utterances.within(0.0)
     with closing(load_batches(alone.speech, alone.plan, alone.loader, alone.rejections)) as batches:
-        for batch, spoken in batches:
-            references += [utterance.text for utterance in spoken]
+        for batch, utterances_of_batch in batches:
+            references += [utterance.text for utterance in utterances_of_batch]
             for form_texts, form in zip(texts, forms, strict=True):
                 form_texts += form.recognize(batch.waveforms, batch.sample_lengths)
     return [

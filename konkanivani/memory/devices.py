@@ -119,19 +119,19 @@ def find_gpu(name: str) -> Gpu:
             "the CPU, and plan with --memory_budget alone, for example 4GiB."
         )
     # Exact name first; then a laptop GPU, or the desktop GPU of the same number.
-    ways = wanted, f"{wanted}laptop", wanted.removesuffix("laptop")
-    named = [gpu for way in ways for gpu in KNOWN_GPUS if _plain_name(gpu.name)[0] == way]
-    for gpu in named:
+    spellings = wanted, f"{wanted}laptop", wanted.removesuffix("laptop")
+    matching = [gpu for spelling in spellings for gpu in KNOWN_GPUS if _plain_name(gpu.name)[0] == spelling]
+    for gpu in matching:
         if size in (None, gpu.box):
             return gpu
-    if named:
-        sizes = " or ".join(f"{box} GB" for box in sorted({gpu.box for gpu in named if gpu.box is not None}))
+    if matching:
+        sizes = " or ".join(f"{box} GB" for box in sorted({gpu.box for gpu in matching if gpu.box is not None}))
         raise UsageError(
             f"--gpu {name}: it exists with {sizes}. Add the size to the name, or give --memory_budget, for example "
             "8GiB."
         )
     names = {_plain_name(gpu.name)[0]: gpu.name for gpu in reversed(KNOWN_GPUS)}
-    near = [names[one] for one in difflib.get_close_matches(wanted, names, n=4, cutoff=0.5)]
+    near = [names[near_name] for near_name in difflib.get_close_matches(wanted, names, n=4, cutoff=0.5)]
     examples = (
         f"The most similar known names are {', '.join(near)}"
         if near

@@ -50,8 +50,8 @@ class CardProcess:
     def sentence(self) -> str:
         """Return a sentence about the process for the user."""
         who = f"Process {self.pid} ({self.name})" if self.name else f"Process {self.pid}"
-        held = "an unknown amount of it" if self.bytes is None else f"{self.bytes / GIB:.2f} GiB of it"
-        return f"{who} uses {held}."
+        amount = "an unknown amount of it" if self.bytes is None else f"{self.bytes / GIB:.2f} GiB of it"
+        return f"{who} uses {amount}."
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ class Card:
     @property
     def unseen(self) -> int | None:
         """Bytes that no listed process holds, the driver's use included; None if a process's memory is unknown."""
-        held = 0
+        visible = 0
         for size in (self.own, *(process.bytes for process in self.processes)):
             if size is None:
                 return None
-            held += size
-        return max(0, self.total - self.free - held)
+            visible += size
+        return max(0, self.total - self.free - visible)
 
     def sentences(self) -> str:
         """Return sentences for the user: the free memory, then the use by each other process."""
@@ -104,7 +104,7 @@ def read_card(uuid: str, pci_bus_id: str, nvml: Any = None) -> Card | None:
         name = _text(nvml.nvmlDeviceGetName(handle))
         bytes_by_pid = _read_bytes(nvml, handle)
         own = bytes_by_pid.pop(os.getpid(), 0)
-        processes = [CardProcess(pid, _read_name(nvml, pid), held) for pid, held in bytes_by_pid.items()]
+        processes = [CardProcess(pid, _read_name(nvml, pid), size) for pid, size in bytes_by_pid.items()]
         processes.sort(key=lambda process: (-(process.bytes or 0), process.pid))
         return Card(name, int(memory.total), int(memory.free), tuple(processes), own)
     except Exception:  # the driver lacks a query, or its answer does not match the package
@@ -124,14 +124,16 @@ def _find(nvml: Any, uuid: str, pci_bus_id: str) -> Any:
 
 def _read_bytes(nvml: Any, handle: Any) -> dict[int, int | None]:
     """Return the bytes of each process on the GPU by PID; None if unavailable (containers, WSL on Windows)."""
-    held: dict[int, int | None] = {}
+    bytes_by_pid: dict[int, int | None] = {}
     for name in PROCESS_LISTS:
         with suppress(Exception):  # an old driver lacks a list, a container may not read one: the others still count
             for process in getattr(nvml, name)(handle):
-                known = [size for size in (held.get(process.pid), process.usedGpuMemory) if size is not None]
+                known_sizes = [
+                    size for size in (bytes_by_pid.get(process.pid), process.usedGpuMemory) if size is not None
+                ]
                 # Each list gives the total of the process, so that they are not summed.
-                held[process.pid] = max(known, default=None)
-    return held
+                bytes_by_pid[process.pid] = max(known_sizes, default=None)
+    return bytes_by_pid
 
 
 def _read_name(nvml: Any, pid: int) -> str:
@@ -177,9 +179,9 @@ def measure_context(device: torch.device, nvml: Any = None) -> int | None:
 
 
 def _read_card_of(device: torch.device, nvml: Any) -> Card | None:
-    known: Any = torch.cuda.get_device_properties(device)  # Any: torch's stubs lack the PCI numbers
-    address = f"{known.pci_domain_id:08x}:{known.pci_bus_id:02x}:{known.pci_device_id:02x}.0"
-    return read_card(str(known.uuid), address, nvml)
+    properties: Any = torch.cuda.get_device_properties(device)  # Any: torch's stubs lack the PCI numbers
+    address = f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    return read_card(str(properties.uuid), address, nvml)
 
 
 # --------------------

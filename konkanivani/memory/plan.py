@@ -215,8 +215,8 @@ def plan_sentences(plan: MemoryPlan, blocks: int, unit: InputUnit = SECONDS) -> 
     spare = ", without the passes that save memory" if plan.has_spare_memory else ""
     lines = [f"Memory plan for {budget_text(plan.budget)}, planned peak {peak_text(plan.peak)}{side_by_side}{spare}:"]
     if not plan.placement.is_on_card:
-        beside = f"; on the host {peak_text(plan.host)}" if plan.host else ""
-        lines.append(f"  {plan.placement.describe(blocks)}{beside}")
+        host_words = f"; on the host {peak_text(plan.host)}" if plan.host else ""
+        lines.append(f"  {plan.placement.describe(blocks)}{host_words}")
     for bucket in plan.buckets:
         longest = f"{bucket.seconds:6.2f} s" if unit == SECONDS else unit.text(bucket.seconds)
         recomputed = f", {min(bucket.recomputed_blocks, blocks)} of {blocks} blocks recomputed"
@@ -233,7 +233,7 @@ def model_state_bytes(model: torch.nn.Module, optimizer: Iterable[torch.Tensor])
     A frozen parameter counts with its weight only: 4 bytes, or 2 in half precision.
     """
     # The step counters are the 0-dimensional tensors.
-    beside = sum(tensor.nbytes for tensor in optimizer if tensor.dim())
+    optimizer_bytes = sum(tensor.nbytes for tensor in optimizer if tensor.dim())
     # A trained weight has a gradient of its size.
     weights = sum((2 if weight.requires_grad else 1) * weight.nbytes for weight in model.parameters())
-    return weights + beside
+    return weights + optimizer_bytes

@@ -238,7 +238,7 @@ class OomRetry(Generic[Result]):
         plan: MicroBatchPlan,
         oom_history: OomHistory,
         undo: Callable[[], None] = lambda: None,
-        all_reduce_max: Callable[[Outcome], Outcome] = lambda mine: mine,
+        all_reduce_max: Callable[[Outcome], Outcome] = lambda outcome: outcome,
     ) -> None:
         """Prepare attempts at `plan`, reduced to the limits in `oom_history`.
 
@@ -263,18 +263,18 @@ class OomRetry(Generic[Result]):
 
     def _next(self, attempt: OomAttempt[Result]) -> MicroBatchPlan | None:
         """Return the next plan after an attempt; None if all ranks are done or stopped."""
-        mine = Outcome.STOPPED if attempt.result is None else Outcome.DONE
+        own_outcome = Outcome.STOPPED if attempt.result is None else Outcome.DONE
         smaller = None
         if attempt.reason is not None:
             # Before the all-reduce: a rank without a smaller plan raises its error, which ends the other ranks, too.
             self._undo()
             release_memory()
-            mine = Outcome.SPLIT
+            own_outcome = Outcome.SPLIT
             smaller = attempt.plan.smaller()
             if smaller is None:
                 raise _out_of_memory_error(attempt.plan.largest, attempt.reason)
         # A rank that is done stays in this loop: it takes part in the all-reduce after each retry of the others.
-        while (of_all := self._all_reduce_max(mine)) is Outcome.SPLIT:
+        while (of_all := self._all_reduce_max(own_outcome)) is Outcome.SPLIT:
             self.retries += 1
             if smaller is not None:
                 if self._oom_history.remember(attempt.plan):
@@ -282,7 +282,7 @@ class OomRetry(Generic[Result]):
                 return smaller
         if of_all is Outcome.DONE:
             self.result = attempt.result
-        elif mine is Outcome.DONE:
+        elif own_outcome is Outcome.DONE:
             self._undo()
         return None
 
@@ -299,14 +299,16 @@ def _report_retry(plan: MicroBatchPlan, smaller: MicroBatchPlan) -> None:
     size = plan.largest.size
     longest = plan.largest.length_text
     if smaller.concurrent_micro_batches < plan.concurrent_micro_batches:
-        way = "one micro-batch at a time"
+        measure = "one micro-batch at a time"
     elif smaller.largest_size < plan.largest_size:
-        way = f"micro-batches of at most {smaller.largest_size}"
+        measure = f"micro-batches of at most {smaller.largest_size}"
     elif smaller.recomputes_all and not plan.recomputes_all:
-        way = "all blocks recomputed"
+        measure = "all blocks recomputed"
     else:
-        way = f"subsampling, logits and CTC in chunks of {smaller.chunk_frames} frames"
-    tqdm.write(f"Out of memory at {size} x {longest}: retrying with {way}; the gradient is the same, up to dropout.")
+        measure = f"subsampling, logits and CTC in chunks of {smaller.chunk_frames} frames"
+    tqdm.write(
+        f"Out of memory at {size} x {longest}: retrying with {measure}; the gradient is the same, up to dropout."
+    )
 
 
 def _out_of_memory_error(batch: Batch, reason: str) -> ResourceError:

@@ -415,8 +415,8 @@ def _move(model: torch.nn.Module, away: Set[torch.Tensor], device: torch.device,
     """Move the weights of a model on the CPU to their devices."""
     for module in model.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
-            place = host if weight in away else device
-            if weight.device != place:
-                setattr(module, name, torch.nn.Parameter(weight.detach().to(place), weight.requires_grad))
+            target = host if weight in away else device
+            if weight.device != target:
+                setattr(module, name, torch.nn.Parameter(weight.detach().to(target), weight.requires_grad))
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))

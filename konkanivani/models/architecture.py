@@ -60,21 +60,21 @@ def forward_layers(
     encoded = max(lengths)
     rows = batch * encoded
     packed = sum(lengths)
-    spoken = batch * (tokens + 1)
+    decoder_rows = batch * (tokens + 1)
     pairs = sum(length**2 for length in lengths)
     blocks = config.encoder_layers
     decoders = config.decoder_layers
     feed_forward = Layer("feed-forward", "L 4 N D I", blocks * 4 * packed * width * inner)
-    more: tuple[Layer, ...] = ()
+    extra_layers: tuple[Layer, ...] = ()
     if config.encoder_type == "conformer":
         feed_forward = Layer("feed-forward", "L 2 (4 N D I)", blocks * 2 * 4 * packed * width * inner)
-        more = (
+        extra_layers = (
             Layer("convolution's gate, output", "L 6 N D^2", blocks * 6 * packed * width**2),
             Layer("depthwise along time", "L 2 N K D", blocks * 2 * packed * kernel * width, is_dense=False),
         )
     if config.attention_positions == "relative":
         by_distance = blocks * 2 * sum(length * (2 * length - 1) for length in lengths) * width
-        more += (
+        extra_layers += (
             # Not multiplied by the batch: all utterances share the longest one's table, a constant, hence one backward.
             Layer("distances' projection", "L 2 (2 T' - 1) D^2", blocks * 2 * (2 * encoded - 1) * width**2, 1),
             Layer("attention by distance", "L 2 sum T' (2 T' - 1) D", by_distance, is_dense=False),
@@ -84,14 +84,16 @@ def forward_layers(
         feed_forward,
         Layer("attention's projections", "L 8 N D^2", blocks * 8 * packed * width**2),
         Layer("attention", "L 4 sum T'^2 D", blocks * 4 * pairs * width, is_dense=False),
-        *more,
+        *extra_layers,
         Layer(CTC_HEAD, "2 B T' D V", 2 * rows * width * vocab_size),
-        Layer("decoder's self-attention", "M 8 B U D^2", decoders * 8 * spoken * width**2),
-        Layer("its products", "M 4 B U^2 D", decoders * 4 * spoken * (tokens + 1) * width, is_dense=False),
-        Layer("cross-attention", "M 4 B (U + T') D^2", decoders * 4 * (spoken + rows) * width**2),
-        Layer("its products over frames", "M 4 B U T' D", decoders * 4 * spoken * encoded * width, is_dense=False),
-        Layer("decoder's feed-forward", "M 4 B U D I", decoders * 4 * spoken * width * inner),
-        Layer("decoder's output", "2 B U D V", 2 * spoken * width * vocab_size if decoders else 0),
+        Layer("decoder's self-attention", "M 8 B U D^2", decoders * 8 * decoder_rows * width**2),
+        Layer("its products", "M 4 B U^2 D", decoders * 4 * decoder_rows * (tokens + 1) * width, is_dense=False),
+        Layer("cross-attention", "M 4 B (U + T') D^2", decoders * 4 * (decoder_rows + rows) * width**2),
+        Layer(
+            "its products over frames", "M 4 B U T' D", decoders * 4 * decoder_rows * encoded * width, is_dense=False
+        ),
+        Layer("decoder's feed-forward", "M 4 B U D I", decoders * 4 * decoder_rows * width * inner),
+        Layer("decoder's output", "2 B U D V", 2 * decoder_rows * width * vocab_size if decoders else 0),
     )
 
 

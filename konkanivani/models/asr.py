@@ -282,7 +282,7 @@ class SpeechNetwork(torch.nn.Module):
         """Run with teacher forcing: features (B, T, F) with their lengths, decoder_tokens (B, U + 1)."""
         raise NotImplementedError
 
-    def loss_sums(self, output: ASROutput, spoken: Targets, objective: Objective, chunk_frames: int) -> LossSums:
+    def loss_sums(self, output: ASROutput, labels: Targets, objective: Objective, chunk_frames: int) -> LossSums:
         """Return each term of the objective, summed over the utterances."""
         raise NotImplementedError
 
@@ -334,27 +334,27 @@ class KonkaniVaniASR(SpeechNetwork):
             decoded = self.decoder(decoder_tokens, encoded, encoded_lengths, wrap_block)
         return ASROutput(*frames, decoded)
 
-    def loss_sums(self, output: ASROutput, spoken: Targets, objective: Objective, chunk_frames: int) -> LossSums:
+    def loss_sums(self, output: ASROutput, labels: Targets, objective: Objective, chunk_frames: int) -> LossSums:
         sums = []
         for term in objective.terms:
             if term.name == "ctc":
-                sums.append(self._ctc_loss_sum(output, spoken, objective.intermediate_ctc, chunk_frames))
+                sums.append(self._ctc_loss_sum(output, labels, objective.intermediate_ctc, chunk_frames))
             elif term.name == "attention":
-                sums.append(self._attention_loss_sum(output, spoken, objective.label_smoothing, chunk_frames))
+                sums.append(self._attention_loss_sum(output, labels, objective.label_smoothing, chunk_frames))
             else:
                 raise ValueError(f"the network has no loss {term.name}")
         return tuple(sums)
 
     def _attention_loss_sum(
-        self, output: ASROutput, spoken: Targets, label_smoothing: float, chunk_frames: int
+        self, output: ASROutput, labels: Targets, label_smoothing: float, chunk_frames: int
     ) -> torch.Tensor:
         if self.decoder is None or output.decoded is None:
             raise ValueError("a network without a decoder has no attention loss")
         head = self.decoder.output
-        return self.losses.attention(output.decoded, head, spoken.targets, label_smoothing, chunk_frames)
+        return self.losses.attention(output.decoded, head, labels.targets, label_smoothing, chunk_frames)
 
     def _ctc_loss_sum(
-        self, output: ASROutput, spoken: Targets, intermediate_ctc: float, chunk_frames: int
+        self, output: ASROutput, labels: Targets, intermediate_ctc: float, chunk_frames: int
     ) -> torch.Tensor:
         """Return the CTC loss; in training, the fraction `intermediate_ctc` of it is the middle block's.
 
@@ -364,7 +364,7 @@ class KonkaniVaniASR(SpeechNetwork):
         if head is None:
             raise ValueError("a network without a CTC head has no CTC loss")
         lengths = output.encoded_lengths
-        targets = spoken.tokens, spoken.token_lengths
+        targets = labels.tokens, labels.token_lengths
         loss = self.losses.ctc(output.encoded, head, lengths, *targets, chunk_frames)
         if not intermediate_ctc or not self.training or output.middle is None:
             return loss

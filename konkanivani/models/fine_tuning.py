@@ -105,8 +105,8 @@ def tune(model: SpeechNetwork, config: TuningConfig) -> None:
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)}
         chosen = {name: layer for name, layer in layers.items() if name.rpartition(".")[2] in config.lora_targets}
         if not chosen:
-            known = sorted({name.rpartition(".")[2] for name in layers})
-            raise UsageError(f"--lora_targets matches no layer of this model: choose from {', '.join(known)}.")
+            layer_names = sorted({name.rpartition(".")[2] for name in layers})
+            raise UsageError(f"--lora_targets matches no layer of this model: choose from {', '.join(layer_names)}.")
         for name, layer in chosen.items():
             low_rank = LowRank(layer, config.lora_rank, config.scale)
             model.set_submodule(name, AdaptedLinear.from_linear(layer, low_rank))
@@ -221,7 +221,7 @@ def transfer_weights(
     counts = {match[1]: 1 + max(int(other[2]) for other in matches if other[1] == match[1]) for match in matches}
     source_layers = Layers.of(config)
     target_layers = Layers.of(model.config)
-    taken = []
+    copied = []
     cut = []
     left_out = []
     for name, target in model.state_dict().items():
@@ -231,13 +231,13 @@ def transfer_weights(
         # With other heads, even a tensor of equal shape is divided differently, so it is cut head by head.
         elif source.shape == target.shape and (source_layers.heads == target_layers.heads or "attention" not in name):
             target.copy_(source)
-            taken.append(name)
+            copied.append(name)
         elif (piece := _cut_to(name, source, target.shape, source_layers, target_layers)) is not None:
             target.copy_(piece)
             cut.append(name)
         else:
             left_out.append(name)
-    return WeightTransfer(tuple(taken), tuple(cut), tuple(left_out))
+    return WeightTransfer(tuple(copied), tuple(cut), tuple(left_out))
 
 
 def _source_name(name: str, model: KonkaniVaniASR, counts: Mapping[str, int]) -> str:

@@ -165,8 +165,8 @@ def _check_size(repository: Repository, file: RemoteFile) -> None:
 def _check_model_type(repository: Repository, path: Path, needs: Needs) -> None:
     kind = _model_type(path)
     if kind not in MODEL_TYPES[needs]:
-        wanted = " or ".join(MODEL_TYPES[needs])
-        raise repository.refused(f"its {CONFIG} is of a model of type {kind!r:.40}, and only {wanted} is supported")
+        supported = " or ".join(MODEL_TYPES[needs])
+        raise repository.refused(f"its {CONFIG} is of a model of type {kind!r:.40}, and only {supported} is supported")
 
 
 def _model_type(path: Path) -> object:

@@ -263,7 +263,7 @@ class ModelFolder:
             unused: shapes of tensors that the files may contain although the network has none.
         """
         model = self.architecture.build_without_values()
-        wanted = {self.name_in_file(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        expected = {self.name_in_file(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         stored: dict[str, tuple[tuple[int, ...], str]] = {}
         # All headers first: a missing file explains more than a difference does.
         headers = {file: header_of(self.path / file) for file in self.files}
@@ -271,18 +271,18 @@ class ModelFolder:
             if header.keys() != set(self.files[file]):
                 raise refused(self.path, f"the tensors in its {file} differ from its {INDEX}")
             stored |= header
-        wanted |= {copy: wanted[name] for copy, name in self.copies().items()}
-        wanted |= {name: shape for name, shape in unused.items() if name in stored}
-        for name in sorted(stored.keys() ^ wanted.keys()):
-            is_missing = name in wanted
+        expected |= {copy: expected[name] for copy, name in self.copies().items()}
+        expected |= {name: shape for name, shape in unused.items() if name in stored}
+        for name in sorted(stored.keys() ^ expected.keys()):
+            is_missing = name in expected
             reason = f"it has no tensor {name}" if is_missing else f"its tensor {name:.80} is not part of {family}"
             raise refused(self.path, reason)
         for name, (shape, kind) in stored.items():
             if kind not in NUMBER_FORMATS:
-                known = ", ".join(sorted(NUMBER_FORMATS))
-                raise refused(self.path, f"its {name} is of type {kind} but must be {known}")
-            if shape != wanted[name]:
-                reason = f"its {name} has the shape {shape}, but {wanted[name]} according to its {CONFIG}"
+                supported = ", ".join(sorted(NUMBER_FORMATS))
+                raise refused(self.path, f"its {name} is of type {kind} but must be {supported}")
+            if shape != expected[name]:
+                reason = f"its {name} has the shape {shape}, but {expected[name]} according to its {CONFIG}"
                 raise refused(self.path, reason)
 
 
@@ -396,9 +396,9 @@ def _check_products(
     base: ModelFolder, products: Mapping[str, torch.Tensor], adapted: Mapping[str, tuple[int, int]], rank: int
 ) -> None:
     down, up = LOW_RANK_TENSORS
-    wanted = {f"{name}.{down}": (rank, width) for name, (_, width) in adapted.items()}
-    wanted |= {f"{name}.{up}": (width, rank) for name, (width, _) in adapted.items()}
-    if {name: tuple(tensor.shape) for name, tensor in products.items()} != wanted:
+    expected = {f"{name}.{down}": (rank, width) for name, (_, width) in adapted.items()}
+    expected |= {f"{name}.{up}": (width, rank) for name, (width, _) in adapted.items()}
+    if {name: tuple(tensor.shape) for name, tensor in products.items()} != expected:
         raise CheckpointError(
             f"The LoRA adapter does not match the layers of {base.path} at rank {rank}. Use its own base model."
         )
@@ -407,12 +407,12 @@ def _check_products(
 def _peft_names(base: ModelFolder, products: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the products by PEFT's names; A is (r, D) and B (N, r) in PEFT too."""
     parts = dict(zip(LOW_RANK_TENSORS, ("lora_A.weight", "lora_B.weight"), strict=True))
-    named = {}
+    peft_weights = {}
     for name, tensor in products.items():
         part = next(part for part in LOW_RANK_TENSORS if name.endswith(part))
         layer = base.name_in_file(name.removesuffix(f".{part}"))
-        named[f"{PEFT_PREFIX}{layer}.{parts[part]}"] = tensor.detach().cpu().contiguous()
-    return named
+        peft_weights[f"{PEFT_PREFIX}{layer}.{parts[part]}"] = tensor.detach().cpu().contiguous()
+    return peft_weights
 
 
 def _peft_targets(base: ModelFolder, layers: Mapping[str, tuple[int, int]], adapted: Set[str]) -> list[str]:

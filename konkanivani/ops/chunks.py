@@ -163,7 +163,9 @@ def ctc_chunk_backward(
     size = states.shape[1]
     by_log_probabilities = torch.zeros_like(log_probabilities)
     # Transitions out of state s: into s itself, into s + 1, into s + 2.
-    ways = torch.stack([torch.zeros_like(skips), torch.zeros_like(skips), F.pad(skips[:, 2:], (0, 2))[:, :size]], dim=1)
+    transitions = torch.stack(
+        [torch.zeros_like(skips), torch.zeros_like(skips), F.pad(skips[:, 2:], (0, 2))[:, :size]], dim=1
+    )
     occupied = F.pad(gradient[:, 2:], (0, 2))
     reached = torch.full_like(before, IMPOSSIBLE)
     for frame in range(len(log_probabilities) - 1, -1, -1):
@@ -171,7 +173,7 @@ def ctc_chunk_backward(
         emissions = log_probabilities[frame].gather(1, states)
         torch.sub(emissions, log_alphas[frame, :, 2:], out=reached[:, :size])
         # A share is at most 1; the clamp ensures it for impossible states too, so exp cannot overflow.
-        shares = (_successors(reached) + previous[:, None, 2:] + ways).clamp_(max=0.0).exp_()
+        shares = (_successors(reached) + previous[:, None, 2:] + transitions).clamp_(max=0.0).exp_()
         earlier = (shares * _successors(occupied)).sum(dim=1)
         now = occupied[:, :size].to(log_probabilities.dtype)
         if frame >= min(left):

@@ -164,17 +164,17 @@ class Planner:
             return True
         return fits[1] > 0.97 * self.budget
 
-    def validation_seconds(self, longest: float, tokens: int, asked: float, held: int = 0) -> tuple[float, int]:
+    def validation_seconds(self, longest: float, tokens: int, asked: float, held_bytes: int = 0) -> tuple[float, int]:
         """Return the seconds of padded audio per validation batch, at most `asked`, and the peak in bytes.
 
-        The peak is that at the longest utterances; `held` bytes of training stay allocated. A single utterance is
+        The peak is that at the longest utterances; `held_bytes` of training stay allocated. A single utterance is
         accepted even beyond the budget: validation needs far less memory than training, so that an actual failure is
         handled when it occurs.
         """
         utterances = max(1, int(asked // longest))
         seconds = asked
         while True:
-            peak = self.traces.validation_peak(BatchShape(utterances, longest, tokens)) + self.beside() + held
+            peak = self.traces.validation_peak(BatchShape(utterances, longest, tokens)) + self.beside() + held_bytes
             if peak <= self.budget or utterances == 1:
                 return seconds, peak
             utterances //= 2
@@ -250,8 +250,8 @@ def resolve_plan(
     with advice if the model's state or an utterance exceeds the budget.
     """
     conditions = plan_conditions(config, architecture, device, ranks)
-    if stored and not config.memory.replan and (known := _stored_plan(conditions, stored)):
-        return known
+    if stored and not config.memory.replan and (stored_plan := _stored_plan(conditions, stored)):
+        return stored_plan
     budget = parse_budget(config.memory.memory_budget) if config.memory.memory_budget else free
     rate = float(train.tokens.sum() / train.seconds.sum())
     costs = with_graphs(costs_per_rank(device_costs(device), architecture, ranks), config)
@@ -322,7 +322,9 @@ def _fits_concurrently(side_by_side: MemoryPlan, plan: MemoryPlan, is_asked_for:
     if not all(bucket.utterances for bucket in side_by_side.buckets):
         return False
     pairs = zip(side_by_side.buckets, plan.buckets, strict=True)
-    return is_asked_for or all(more.recomputed_blocks <= alone.recomputed_blocks for more, alone in pairs)
+    return is_asked_for or all(
+        concurrent.recomputed_blocks <= sequential.recomputed_blocks for concurrent, sequential in pairs
+    )
 
 
 def plan_conditions(config: TrainConfig, architecture: Architecture, device: torch.device, ranks: Ranks) -> int:
@@ -387,19 +389,21 @@ def _plan_of(
     validation_peak = 0
     if validation is not None:
         longest = float(validation.seconds.max())
-        held = held_by_graphs(peak) if planner.traces.costs.graphs else 0
-        seconds, validation_peak = planner.validation_seconds(longest, int(validation.tokens.max()), seconds, held)
+        held_bytes = held_by_graphs(peak) if planner.traces.costs.graphs else 0
+        seconds, validation_peak = planner.validation_seconds(
+            longest, int(validation.tokens.max()), seconds, held_bytes
+        )
     # The allocator's statistics, with which the peaks are compared, do not include the context.
-    beside = planner.traces.costs.beside - planner.traces.costs.context
+    fixed_bytes = planner.traces.costs.beside - planner.traces.costs.context
     return MemoryPlan(
         conditions=conditions,
         budget=planner.budget,
         context=planner.traces.costs.context,
         buckets=tuple(buckets),
         validation_seconds=seconds,
-        forward=peak.forward + beside,
-        backward=peak.backward + beside,
-        update=peak.update + beside,
+        forward=peak.forward + fixed_bytes,
+        backward=peak.backward + fixed_bytes,
+        update=peak.update + fixed_bytes,
         validation=max(0, validation_peak - planner.traces.costs.context),
         concurrent_micro_batches=planner.concurrent_micro_batches,
         host=peak.host,
@@ -418,10 +422,10 @@ def max_at_once(config: TrainConfig, planner: Planner, seconds: float) -> int:
         return config.data.batch_size
     if planner.traces.costs.is_cuda:
         return config.global_batch_size
-    most = -(
+    max_utterances = -(
         -config.global_batch_size // planner.concurrent_micro_batches
     )  # at least one micro-batch for each concurrent slot
-    return int(np.clip(planner.traces.unit.cpu_batch // seconds, 1, most))
+    return int(np.clip(planner.traces.unit.cpu_batch // seconds, 1, max_utterances))
 
 
 def _check_every_utterance_fits(
@@ -434,7 +438,7 @@ def _check_every_utterance_fits(
     # Slow speed perturbation lengthens audio, and --max_duration applies to the recording. Rounded down to 0.1 s.
     as_recorded = int(10 * limit * min(resolved(config.augment.speed_perturbation))) / 10
     rows = [int(i) for i in np.argsort(-train.seconds) if train.seconds[i] > limit]
-    named = ", ".join(f"{train.utterances[i].id} ({unit.text(train.seconds[i])})" for i in rows[:3])
+    listed = ", ".join(f"{train.utterances[i].id} ({unit.text(train.seconds[i])})" for i in rows[:3])
     helps = []
     if config.memory.gradient_checkpointing == "never":
         helps.append("--gradient_checkpointing auto")
@@ -447,6 +451,6 @@ def _check_every_utterance_fits(
     smaller = "model" if unit == TOKENS else "--preset"
     raise ResourceError(
         f"{count(len(rows), 'training utterance', 'does/do')} not fit the budget of {budget_text(budget)} even "
-        f"in a micro-batch of one: {named}{' and others' if len(rows) > 3 else ''}; the longest would need "
+        f"in a micro-batch of one: {listed}{' and others' if len(rows) > 3 else ''}; the longest would need "
         f"{peak_text(too_long[-1].peak)}. Use {', '.join(helps)} or a smaller {smaller}."
     )

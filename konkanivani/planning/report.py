@@ -213,11 +213,13 @@ class PlanReport:
 
     def as_table(self) -> str:
         """Return the report as a table for the user."""
-        beside = f"workspaces {_mib(self.workspace)}" + (f", context {_mib(self.context)}" if self.context else "")
+        other_memory = f"workspaces {_mib(self.workspace)}" + (
+            f", context {_mib(self.context)}" if self.context else ""
+        )
         host = f", host memory {_mib(self.host)}" if self.host else ""
         lines = [
             f"Traced for {self.device} in {self.precision}; budget {_mib(self.budget)}.",
-            f"State (weights, gradients, optimizer): {_mib(self.state)}. Other memory: {beside}.",
+            f"State (weights, gradients, optimizer): {_mib(self.state)}. Other memory: {other_memory}.",
             *self._ranks(),
             f"{self.placement}{host}; a checkpoint needs {_mib(self.checkpoint)} of disk space.",
             "",
@@ -248,14 +250,14 @@ class PlanReport:
         """Return a line about sharding and traffic if there are several ranks."""
         if self.world_size == 1:
             return []
-        way = (
+        layout = (
             "sharded: each rank holds at most"
             if self.sharded
             else "replicated: each rank, with an all-reduce bucket, holds"
         )
         return [
             (
-                f"{self.world_size} ranks, state {way} {_mib(self.state_of_rank)}; each sends {_mib(self.traffic)} "
+                f"{self.world_size} ranks, state {layout} {_mib(self.state_of_rank)}; each sends {_mib(self.traffic)} "
                 f"per {'micro-batch' if self.sharded else 'step'}. The table is for one rank."
             )
         ]

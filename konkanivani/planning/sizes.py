@@ -97,12 +97,12 @@ def planned_architecture(config: TrainConfig) -> Architecture:
 def check_state(config: TrainConfig, architecture: Architecture, costs: DeviceCosts, budget: int) -> None:
     """Raise a ResourceError if the model's state alone, gradients included, exceeds the budget."""
     state = state_bytes(config, architecture) + costs.among_ranks
-    beside = costs.workspace + costs.context
-    if state + beside > budget:
+    other_memory = costs.workspace + costs.context
+    if state + other_memory > budget:
         raise ResourceError(
             f"The weights, gradients and optimizer of this model need {state / MIB:.0f} MiB, and {costs.name} "
-            f"needs another {beside / MIB:.0f} MiB: more than the budget of {budget / MIB:.0f} MiB. "
-            f"{_largest_preset(config, budget - beside)}"
+            f"needs another {other_memory / MIB:.0f} MiB: more than the budget of {budget / MIB:.0f} MiB. "
+            f"{_largest_preset(config, budget - other_memory)}"
         )
 
 
@@ -163,12 +163,12 @@ def costs_per_rank(costs: DeviceCosts, architecture: Architecture, ranks: Ranks)
     model = architecture.build_without_values()
     parameters = parameter_count(model)
     # bytes_per_rank includes all-gather buffers; unsharded gradients are all-reduced in buckets of BUCKET_BYTES.
-    more = (
+    extra_bytes = (
         bytes_per_rank(model, ranks.world_size) - STATE_BYTES * parameters
         if ranks.sharded
         else min(4 * parameters, BUCKET_BYTES)
     )
-    return dataclasses.replace(costs, among_ranks=more)
+    return dataclasses.replace(costs, among_ranks=extra_bytes)
 
 
 def choose_ranks(config: TrainConfig, costs: DeviceCosts, budget: int, world_size: int) -> Ranks:

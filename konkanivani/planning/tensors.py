@@ -130,14 +130,14 @@ def _run(operation: OpOverload, args: tuple, kwargs: Mapping) -> object:
 
 def _device_of(args: Sequence[object]) -> torch.device:
     """Return the device of an operation's tensors; 0-dimensional tensors may be on any device and count last."""
-    place = None
+    device = None
     for value in args:
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(tensor, torch.Tensor):
                 if tensor.dim():
                     return tensor.device
-                place = place or tensor.device
-    return place or TRACED_DEVICE
+                device = device or tensor.device
+    return device or TRACED_DEVICE
 
 
 def _to_meta(value: object, shape_by_id: dict[int, Shape]) -> object:

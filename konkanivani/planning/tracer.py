@@ -285,8 +285,8 @@ def _greedy_device_part(
     decoder = decoder_of(model)
     cache = decoder.begin(encoded, encoded_lengths, beam=1)
     tokens = torch.empty(len(encoded), 1, dtype=torch.long)
-    most = max(encoded.shape[1], longest_target) if math.isinf(decoder.most_tokens) else decoder.most_tokens
-    while cache.length < most:
+    max_steps = max(encoded.shape[1], longest_target) if math.isinf(decoder.most_tokens) else decoder.most_tokens
+    while cache.length < max_steps:
         decoder.output(decoder.step(tokens, cache)).double().log_softmax(dim=-1)
         cache.length = max(FIRST_CAPACITY, 2 * cache.length - 2)  # next length at which the cache has to be enlarged
     return []

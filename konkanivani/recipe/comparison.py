@@ -232,12 +232,12 @@ def read_record(folder: Path) -> RunRecord | None:
 def outcome_of(name: str, source: str, summary: Mapping[str, Any]) -> Outcome:
     """Return the outcome of a successful run from its JSON line, its log and its checkpoint."""
     # The suffix of a second decoding method, for example "test_wer_joint" next to "test_wer" (greedy).
-    way = [key.removeprefix("test_wer_") for key in summary if key.startswith("test_wer_")]
-    by = f"_{way[0]}" if way else ""
+    methods = [key.removeprefix("test_wer_") for key in summary if key.startswith("test_wer_")]
+    by = f"_{methods[0]}" if methods else ""
     steps = _logged_steps(Path(summary["tensorboard"], "log.jsonl"))
     seconds = sum(step["seconds"] for step in steps)
     # Weighted by time, because steps differ in length.
-    spoken = sum(step["audio_seconds_per_second"] * step["seconds"] for step in steps)
+    audio_seconds = sum(step["audio_seconds_per_second"] * step["seconds"] for step in steps)
     # The log also has the steps before a resume.
     peaks = [phase["peak_mib"] or 0.0 for step in steps for phase in step["memory"]]
     return Outcome(
@@ -245,12 +245,12 @@ def outcome_of(name: str, source: str, summary: Mapping[str, Any]) -> Outcome:
         source,
         trained_parameters=summary["trained_parameters"],
         parameters=summary["parameters"],
-        decode=way[0] if way else "greedy",
+        decode=methods[0] if methods else "greedy",
         wer=summary[f"test_wer{by}"],
         cer=summary[f"test_cer{by}"],
         minutes=seconds / 60 if steps else None,
         seconds_per_step=seconds / len(steps) if steps else None,
-        times_real_time=spoken / seconds if seconds else None,
+        times_real_time=audio_seconds / seconds if seconds else None,
         peak_memory_mib=max([summary["peak_memory_mib"], *peaks]),
         checkpoint_mib=os.path.getsize(summary["checkpoint"]) / MIB,
     )
@@ -330,15 +330,15 @@ def compare(
     outcomes: list[Outcome] = []
     for number, candidate in enumerate(candidates, start=1):
         runner.check()
-        place = folder / candidate.name
+        model_folder = folder / candidate.name
         beginning = f"Model {number} of {len(candidates)}, {candidate.name}"
-        earlier = read_record(place)
+        earlier = read_record(model_folder)
         if earlier is not None and earlier.outcome is not None and earlier.is_finished:
             say(f"{beginning}: already trained.", sys.stderr)
             outcome = earlier.outcome
         else:
-            say(f"{beginning}: training in {place}.", sys.stderr)
-            outcome = _train(candidate, conditions[candidate.name], place, runner)
+            say(f"{beginning}: training in {model_folder}.", sys.stderr)
+            outcome = _train(candidate, conditions[candidate.name], model_folder, runner)
         outcomes.append(outcome)
         with atomic_write(folder / REPORT) as partial:
             partial.write_text(report_of(outcomes) + "\n", encoding="utf-8")

@@ -39,13 +39,16 @@ def score_test(run: Run, trained: EvaluationModel | None) -> dict[str, Evaluatio
     data = run.config.data
     best = ways_to_decode(run.step.architecture)[-1]
     method = best if data.test_decode == AUTO else data.test_decode
-    ways: list[DecodingMethod] = ["greedy"] if method == "greedy" else ["greedy", method]
+    methods: list[DecodingMethod] = ["greedy"] if method == "greedy" else ["greedy", method]
     if trained is None or data.test_manifest is None:
-        return dict.fromkeys(ways)
+        return dict.fromkeys(methods)
     device = trained.forward.device
-    decoders = [build_decode(DecodingConfig(way), trained.architecture, trained.tokenizer, device) for way in ways]
+    decoders = [
+        build_decode(DecodingConfig(decoding_method), trained.architecture, trained.tokenizer, device)
+        for decoding_method in methods
+    ]
     evaluations = [evaluate_manifest(trained, data.test_manifest, decode, data.audio_roots) for decode in decoders]
-    return dict(zip(ways, evaluations, strict=True))
+    return dict(zip(methods, evaluations, strict=True))
 
 
 def score_conditions(run: Run, trained: EvaluationModel | None) -> dict[str, ErrorRates]:
@@ -208,9 +211,9 @@ def summary_line(run: Run, results: Results, checkpoint: str, tensorboard: str) 
         rates[f"test_cer{by}"] = test.rates.cer if test else None
         if test is None:
             continue
-        patterns = {each.utterance.pattern for each in test.scored} - {""}
+        patterns = {scored_text.utterance.pattern for scored_text in test.scored} - {""}
         for pattern in sorted(patterns):
-            scored = [each for each in test.scored if each.utterance.pattern == pattern]
+            scored = [scored_text for scored_text in test.scored if scored_text.utterance.pattern == pattern]
             rates[f"test_cer_{pattern}_patterns{by}"] = rates_over(scored).cer
     if results.forgetting is not None:
         for when, scores in (("before", results.forgetting.before), ("after", results.forgetting.after)):

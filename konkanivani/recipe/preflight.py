@@ -71,7 +71,7 @@ def named_manifests(config: TrainConfig) -> dict[str, str]:
     """Return all given manifests by their flags."""
     data = config.data
     augment = config.augment
-    named = {
+    path_by_flag = {
         "--train_manifest": data.train_manifest,
         "--valid_manifest": data.valid_manifest,
         "--test_manifest": data.test_manifest,
@@ -79,12 +79,12 @@ def named_manifests(config: TrainConfig) -> dict[str, str]:
         "--noise_manifest": augment.noise_manifest,
         "--forgetting_manifest": config.pretrained.forgetting_manifest,
     }
-    return {flag: path for flag, path in named.items() if path is not None}
+    return {flag: path for flag, path in path_by_flag.items() if path is not None}
 
 
 def nearest_folder(path: Path) -> Path:
     """Return the path or its nearest existing parent, whose file system will hold the path."""
-    return next((place for place in (path, *path.parents) if os.path.exists(place)), Path("."))
+    return next((folder for folder in (path, *path.parents) if os.path.exists(folder)), Path("."))
 
 
 def _check_manifest(flag: str, path: Path) -> None:

@@ -119,10 +119,12 @@ def check_spelling(start: Start, corpus: Fingerprint, tokenizer: Vocabulary, tex
     if not unknown:
         return
     commonest = sorted(unknown, key=unknown.__getitem__, reverse=True)
-    named = ", ".join(f"{character} {unknown[character]:,} times" for character in commonest[:NAMED_CHARACTERS])
-    named += ", …" if len(commonest) > NAMED_CHARACTERS else ""
+    listed = ", ".join(f"{character} {unknown[character]:,} times" for character in commonest[:NAMED_CHARACTERS])
+    listed += ", …" if len(commonest) > NAMED_CHARACTERS else ""
     owner = "pretrained model" if start.pretrained else "checkpoint"
-    problem = f"{part:.2%} of the tokens of {corpus.manifest} are unknown to the {owner}'s tokenizer: it has no {named}"
+    problem = (
+        f"{part:.2%} of the tokens of {corpus.manifest} are unknown to the {owner}'s tokenizer: it has no {listed}"
+    )
     if part <= MAX_UNKNOWN:
         say(f"{problem}. They are trained as the unknown token.")
         return

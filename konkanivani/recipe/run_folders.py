@@ -55,9 +55,9 @@ def take_log_folder(run: RunConfig, earlier: RunConfig | None) -> LogFolder:
     owner = _other_owner(run, earlier)
     # A log in use is not avoided by a new run: _lock raises an error that names the process.
     if owner is not None and (earlier or not _is_logged_to(folder)):
-        named = dataclasses.replace(run, run_name=_own_name(run))
-        say(f"{folder} is the log of the run in {owner}: this run logs to {run_folder(named)}.")
-        return LogFolder(named, _lock(named, copied_from=folder if earlier else None))
+        named_run = dataclasses.replace(run, run_name=_own_name(run))
+        say(f"{folder} is the log of the run in {owner}: this run logs to {run_folder(named_run)}.")
+        return LogFolder(named_run, _lock(named_run, copied_from=folder if earlier else None))
     return LogFolder(run, _lock(run, copied_from=None))
 
 
@@ -123,8 +123,8 @@ def _own_name(run: RunConfig) -> str:
     """Return a run name after the checkpoint folder that is unused, or already belongs to this run."""
     checkpoints = _checkpoints_of(run)
     name = checkpoints.name or run.run_name  # the name of the root folder is empty
-    named = dataclasses.replace(run, run_name=name)
-    if not run_folder(named).exists() or _owner_of(run_folder(named)) == checkpoints:
+    named_run = dataclasses.replace(run, run_name=name)
+    if not run_folder(named_run).exists() or _owner_of(run_folder(named_run)) == checkpoints:
         return name
     return first_free_name(Path(run.log_dir), name).name
 

@@ -150,7 +150,7 @@ def _start_in_folders(
     """Choose and lock the log folder, and return the start; on failure, remove the folders that were created."""
     with given_up_if_refused(lock):
         logs = take_log_folder(config.run, config_from_text(resumed.config).run if resumed else None)
-    locks = tuple(each for each in (lock, logs.lock) if each)
+    locks = tuple(held_lock for held_lock in (lock, logs.lock) if held_lock)
     return Start(dataclasses.replace(config, run=logs.run), locks, resumed, path, initial, pretrained)
 
 

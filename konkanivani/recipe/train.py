@@ -45,8 +45,10 @@ def say_complete(run: Run) -> None:
     """Print which limits have ended a resumed run."""
     flags = run.config.run
     limits = {"--epochs": flags.epochs, "--max_steps": flags.max_steps, "--early_stop_epochs": flags.early_stop_epochs}
-    named = " ".join(f"{flag} {limit}" for flag, limit in limits.items() if limit)
-    say(f"Training is complete: with {named}, step {run.state.step} is the last. Raise the limit to train longer.")
+    limit_words = " ".join(f"{flag} {limit}" for flag, limit in limits.items() if limit)
+    say(
+        f"Training is complete: with {limit_words}, step {run.state.step} is the last. Raise the limit to train longer."
+    )
 
 
 def build_in_ranks(command_line: CommandLine, topology: Topology) -> Run:

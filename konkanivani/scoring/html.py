@@ -148,10 +148,10 @@ def build_histogram(values: np.ndarray, weights: np.ndarray | None = None, fines
     # A value on an edge belongs to the bin above, whatever the last bit of the division is; a value at the end belongs
     # to the last bin.
     exact = (values - start) / width
-    place = np.floor(exact + 1e-9)
-    place[(place == count) & (exact < count + 1e-9)] = count - 1
+    bin_numbers = np.floor(exact + 1e-9)
+    bin_numbers[(bin_numbers == count) & (exact < count + 1e-9)] = count - 1
     # Index 0 collects the values below, the last index those beyond.
-    sums = np.bincount(np.clip(place, -1, count).astype(np.int64) + 1, weights, minlength=count + 2)
+    sums = np.bincount(np.clip(bin_numbers, -1, count).astype(np.int64) + 1, weights, minlength=count + 2)
     return Histogram(start, width, tuple(sums[1:-1].tolist()), float(sums[0]), float(sums[-1]))
 
 
@@ -176,8 +176,8 @@ def _bins(values: np.ndarray, finest: float) -> tuple[float, float, int]:
         low = 0.0
     span = high - low if high - low > 1e-9 * max(1.0, abs(high)) else max(abs(high) * 0.1, 0.1)
     # Rice's rule: twice the cube root of the number of values; more bins would show noise.
-    wanted = min(MAX_BINS, max(MIN_BINS, round(2 * len(values) ** (1 / 3))))
-    width = max(round_step(span, wanted - 1), finest)
+    target_count = min(MAX_BINS, max(MIN_BINS, round(2 * len(values) ** (1 / 3))))
+    width = max(round_step(span, target_count - 1), finest)
     first = math.floor(low / width + 1e-9)
     count = max(1, math.ceil(high / width - 1e-9) - first)
     if count == 1:  # a single bar needs an empty bin next to it to be recognisable
@@ -230,13 +230,13 @@ def _across(histogram: Histogram, value: float) -> float:
 
 
 def _bars(histogram: Histogram, across: str, up: str) -> Iterator[str]:
-    _, most = _scale(histogram)
+    _, highest = _scale(histogram)
     for number, amount in enumerate(histogram.amounts):
         if not amount:
             continue
         left, right = (_across(histogram, histogram.edge(n)) for n in (number, number + 1))
         # A bin with few values must stay visible.
-        height = max(1.0, amount / most * (BOTTOM - TOP))
+        height = max(1.0, amount / highest * (BOTTOM - TOP))
         label = f"{histogram.edge(number):g} to {histogram.edge(number + 1):g} {across}: {amount:,.4g} {up}"
         yield (
             f'<rect class="bar" x="{left + 0.5:.1f}" width="{max(1.0, right - left - 1):.1f}" '
@@ -246,12 +246,12 @@ def _bars(histogram: Histogram, across: str, up: str) -> Iterator[str]:
 
 def _scale(histogram: Histogram) -> tuple[float, float]:
     """Return the step of the horizontal grid lines, and the round value at the upper end of the axis."""
-    most = max(histogram.amounts)
-    step = round_step(most, MAX_Y_LABELS)
+    highest = max(histogram.amounts)
+    step = round_step(highest, MAX_Y_LABELS)
     if all(float(amount).is_integer() for amount in histogram.amounts):
         # Counts need integer labels: 2.5 becomes 5.
         step = max(1.0, step if step.is_integer() else 2 * step)
-    return step, math.ceil(most / step - 1e-9) * step
+    return step, math.ceil(highest / step - 1e-9) * step
 
 
 def _rows(histogram: Histogram) -> Iterator[str]:

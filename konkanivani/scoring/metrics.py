@@ -202,14 +202,14 @@ class Interval:
     high: float
 
 
-def choose_unit(speakers: Sequence[str], wish: Wish) -> Unit:
+def choose_unit(speakers: Sequence[str], requested_unit: Wish) -> Unit:
     """Return the unit to resample for utterances of these speakers ("": unknown).
 
     Resampling speakers needs at least two of them, with `auto` at least MIN_SPEAKERS.
     """
-    named = len(set(speakers) - {""})
-    is_enough = named >= (MIN_SPEAKERS if wish == "auto" else 2)
-    return "speakers" if wish != "utterances" and is_enough else "utterances"
+    speaker_count = len(set(speakers) - {""})
+    is_enough = speaker_count >= (MIN_SPEAKERS if requested_unit == "auto" else 2)
+    return "speakers" if requested_unit != "utterances" and is_enough else "utterances"
 
 
 def block_numbers(speakers: Sequence[str], unit: Unit) -> np.ndarray:

@@ -77,11 +77,11 @@ def error_words(edits: EditCounts, noun: str) -> str:
 
 def comparison_sentences(compared: Comparison) -> Iterator[str]:
     """Yield sentences on which of two systems is better, by how much, and with which confidence."""
-    ours = compared.rates.wer
-    theirs = compared.other.wer
+    own_wer = compared.rates.wer
+    other_wer = compared.other.wer
     difference = compared.difference
     both = f"{show_text(compared.name)} on {count(compared.utterances, 'common utterance')}"
-    yield f"Compared with {both}: WER {percent(ours)} (this system), {percent(theirs)} (other system)."
+    yield f"Compared with {both}: WER {percent(own_wer)} (this system), {percent(other_wer)} (other system)."
     if not math.isfinite(difference):  # the references have no words
         return
     if not math.isfinite(compared.interval.low):
@@ -158,9 +158,9 @@ def utterance_words(utterance: AlignedUtterance) -> str:
     text = utterance.text
     edits = utterance.rates.words
     description = f"{count(edits.errors, 'error')} in {count(edits.length, 'word')}"
-    more = [f"speaker {show_text(text.speaker, 40)}"] if text.speaker else []
-    more += [f"{text.seconds:.1f} s"] if text.seconds is not None else []
-    return ", ".join([description, *more])
+    details = [f"speaker {show_text(text.speaker, 40)}"] if text.speaker else []
+    details += [f"{text.seconds:.1f} s"] if text.seconds is not None else []
+    return ", ".join([description, *details])
 
 
 def _aligned_lines(utterance: AlignedUtterance) -> Iterator[str]:
@@ -183,13 +183,13 @@ def _split_columns(columns: list[tuple[str, str, str]]) -> Iterator[list[tuple[s
     stretch: list[tuple[str, str, str]] = []
     width = 0
     for column in columns:
-        taken = 1 + max(map(display_width, column))  # with the space to the next column
-        if stretch and width + taken > LINE_WIDTH:
+        column_width = 1 + max(map(display_width, column))  # with the space to the next column
+        if stretch and width + column_width > LINE_WIDTH:
             yield stretch
             stretch = []
             width = 0
         stretch.append(column)
-        width += taken
+        width += column_width
     if stretch:
         yield stretch
 

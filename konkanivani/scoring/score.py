@@ -76,12 +76,12 @@ class CheckpointRun:
     def facts(self) -> tuple[tuple[str, str], ...]:
         left_out = f" ({count(self.left_out, 'row')} skipped)" if self.left_out else ""
         terms = [("CTC", self.ctc_loss), ("attention", self.attention_loss)]
-        named = ", ".join(f"{name} {loss:.3f}" for name, loss in terms if loss is not None)
+        losses = ", ".join(f"{name} {loss:.3f}" for name, loss in terms if loss is not None)
         return (
             ("checkpoint", f"{self.checkpoint}, step {self.step:,}"),
             ("manifest", self.manifest + left_out),
             ("decoding", f"{decoding_words(self.decoding)}, {self.seconds:.1f} s including loading"),
-            ("loss", f"{self.loss:.3f} ({named}) nats per token"),
+            ("loss", f"{self.loss:.3f} ({losses}) nats per token"),
         )
 
 
@@ -190,8 +190,8 @@ def write_hypotheses(path: Path, texts: Sequence[ScoredText], edits: UtteranceEd
 def _rows(texts: Sequence[ScoredText], edits: UtteranceEdits) -> Iterator[dict[str, object]]:
     # tolist() converts to Python integers, which JSON can represent.
     for text, counts in zip(texts, edits.sums.tolist(), strict=True):
-        known = {"duration": text.seconds, "speaker": text.speaker, "pattern": text.pattern}
-        row = {"audio_filepath": text.id} | {name: value for name, value in known.items() if value not in (None, "")}
+        details = {"duration": text.seconds, "speaker": text.speaker, "pattern": text.pattern}
+        row = {"audio_filepath": text.id} | {name: value for name, value in details.items() if value not in (None, "")}
         row |= {"reference": text.reference, "hypothesis": text.hypothesis}
         yield row | dict(zip(COUNTS, counts, strict=True))
 
@@ -371,7 +371,7 @@ def _bucket(seconds: float | None) -> str | None:
 
 
 def _slices(
-    texts: Sequence[ScoredText], edits: UtteranceEdits, wish: Wish, names: Sequence[str | None]
+    texts: Sequence[ScoredText], edits: UtteranceEdits, requested_unit: Wish, names: Sequence[str | None]
 ) -> dict[str, Slice]:
     """Return the utterances of each name as a slice; those without a name are left out."""
     rows_of: dict[str, list[int]] = {}
@@ -383,7 +383,7 @@ def _slices(
         some = [texts[row] for row in rows]
         counted = edits.of(np.array(rows))
         speakers = [text.speaker for text in some]
-        resampled = resample_sums(counted.sums[:, :2], block_numbers(speakers, choose_unit(speakers, wish)))
+        resampled = resample_sums(counted.sums[:, :2], block_numbers(speakers, choose_unit(speakers, requested_unit)))
         # Each slice chooses its own unit: it may have too few speakers.
         interval = percentiles(ratios(*resampled.T))
         slices[name] = Slice(name, len(some), _seconds(some), counted.rates(), interval)
@@ -392,8 +392,8 @@ def _slices(
 
 def _seconds(texts: Sequence[ScoredText]) -> float | None:
     """Return the total duration; None if one is unknown."""
-    known = [text.seconds for text in texts if text.seconds is not None]
-    return float(sum(known)) if len(known) == len(texts) else None
+    durations = [text.seconds for text in texts if text.seconds is not None]
+    return float(sum(durations)) if len(durations) == len(texts) else None
 
 
 def _worst(texts: Sequence[ScoredText], edits: UtteranceEdits, most: int) -> tuple[AlignedUtterance, ...]:
@@ -409,20 +409,24 @@ def _worst(texts: Sequence[ScoredText], edits: UtteranceEdits, most: int) -> tup
     )
 
 
-def _compare(texts: Sequence[ScoredText], edits: UtteranceEdits, other: OtherSystem, wish: Wish) -> Comparison:
+def _compare(
+    texts: Sequence[ScoredText], edits: UtteranceEdits, other: OtherSystem, requested_unit: Wish
+) -> Comparison:
     """Return both systems on the same resamples of their common utterances."""
     rows = np.array([row for row, hypothesis in enumerate(other.hypotheses) if hypothesis is not None])
-    ours = edits.of(rows)
+    own_edits = edits.of(rows)
     speakers = [texts[row].speaker for row in rows]
-    theirs = count_edits([texts[row].reference for row in rows], [other.hypotheses[row] or "" for row in rows])
-    blocks = block_numbers(speakers, choose_unit(speakers, wish))
+    other_edits = count_edits([texts[row].reference for row in rows], [other.hypotheses[row] or "" for row in rows])
+    blocks = block_numbers(speakers, choose_unit(speakers, requested_unit))
     # Paired resamples: the variation that both systems share cancels in the difference.
-    errors, words, other_errors = resample_sums(np.column_stack([ours.sums[:, :2], theirs.sums[:, 0]]), blocks).T
+    errors, words, other_errors = resample_sums(
+        np.column_stack([own_edits.sums[:, :2], other_edits.sums[:, 0]]), blocks
+    ).T
     return Comparison(
         name=other.name,
         utterances=len(rows),
-        rates=ours.rates(),
-        other=theirs.rates(),
+        rates=own_edits.rates(),
+        other=other_edits.rates(),
         interval=percentiles(ratios(errors - other_errors, words)),
         fewer=float(np.mean(errors < other_errors)),
         more=float(np.mean(errors > other_errors)),

@@ -195,8 +195,8 @@ def _check_ids(path: str, rows: list[TranscriptRow]) -> None:
 
 def _names(ids: Sequence[str]) -> str:
     """Return the first few ids, and the number of the others."""
-    named = ", ".join(show_text(name, 80) for name in ids[:MAX_NAMED])
-    return named if len(ids) <= MAX_NAMED else f"{named} and {len(ids) - MAX_NAMED:,} more"
+    listed = ", ".join(show_text(name, 80) for name in ids[:MAX_NAMED])
+    return listed if len(ids) <= MAX_NAMED else f"{listed} and {len(ids) - MAX_NAMED:,} more"
 
 
 def pair_transcripts(references: TranscriptFile, hypotheses: TranscriptFile) -> list[ScoredText]:

@@ -109,17 +109,17 @@ class Recording:
 
     def _next_samples(self) -> np.ndarray:
         most = round(TURN_SECONDS * self._sample_rate)
-        taken: list[np.ndarray] = []
+        blocks: list[np.ndarray] = []
         with self._lock:
             while self._blocks and most > 0:
                 block = self._blocks.popleft()
                 if len(block) > most:
                     self._blocks.appendleft(block[most:])
                     block = block[:most]
-                taken.append(block)
+                blocks.append(block)
                 most -= len(block)
                 self._waiting -= len(block)
-        return np.concatenate(taken) if taken else np.zeros(0, dtype=np.float32)
+        return np.concatenate(blocks) if blocks else np.zeros(0, dtype=np.float32)
 
     def _measure(self, samples: int, seconds: float) -> None:
         self._decoded += samples

@@ -69,7 +69,7 @@ class JsonLinesSink:
 
     def _truncate(self) -> None:
         # Line by line into a new file: constant memory, and a kill leaves the old log intact.
-        with atomic_replace(self._path) as beside, open(self._path, "rb") as old, open(beside, "wb") as new:
+        with atomic_replace(self._path) as new_path, open(self._path, "rb") as old, open(new_path, "wb") as new:
             # A last line without a newline may still be a complete record.
             new.writelines(line.rstrip(b"\n") + b"\n" for line in old if self._is_kept(line))
 

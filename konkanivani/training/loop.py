@@ -364,10 +364,10 @@ def check_numerics(run: Run, report: StepReport) -> None:
         return
     reason = f"the loss scale fell to {report.scale:g}" if has_no_scale else f"{state.consecutive_skips} steps in a row"
     good = run.storage.checkpointer.newest_before(state.step)
-    known = f"The last good checkpoint is {good}" if good else "No checkpoint was saved before"
+    fallback = f"The last good checkpoint is {good}" if good else "No checkpoint was saved before"
     retry = f"Resume from it with --resume {good}" if good else "Start again with --fresh"
     alternative = ", or --amp_dtype bf16 if the GPU supports it" if scaler.is_enabled() else ""
     raise NumericsError(
-        f"The gradients are not finite ({reason}) at step {state.step}; log.jsonl lists the utterances. {known}. "
+        f"The gradients are not finite ({reason}) at step {state.step}; log.jsonl lists the utterances. {fallback}. "
         f"{retry} and a lower --learning_rate{alternative}."
     )

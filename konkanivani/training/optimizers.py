@@ -304,15 +304,15 @@ class AdamW8bit(AdamW):
         gradient = gradient_of(parameter).reshape(-1).split(MAX_BLOCKS * BLOCK)
         stored = zip(*(state[kind + of].split(MAX_BLOCKS) for kind in MOMENTS for of in ("", "_largest")), strict=True)
         for weight, slope, (codes, largest, codes_sq, largest_sq) in zip(weights, gradient, stored, strict=True):
-            first, second, beside = (
+            first, second, scratch = (
                 buffer[: len(codes)] for buffer in (workspace.first, workspace.second, workspace.beside)
             )
-            workspace.signed.dequantize(codes, largest, beside, first)
-            workspace.unsigned.dequantize(codes_sq, largest_sq, beside, second)
+            workspace.signed.dequantize(codes, largest, scratch, first)
+            workspace.unsigned.dequantize(codes_sq, largest_sq, scratch, second)
             moments = first.view(-1)[: len(weight)], second.view(-1)[: len(weight)]
             update_slice(weight, slope, moments, state["step"], group)
-            workspace.signed.quantize(first, codes, largest, beside)
-            workspace.unsigned.quantize(second, codes_sq, largest_sq, beside)
+            workspace.signed.quantize(first, codes, largest, scratch)
+            workspace.unsigned.quantize(second, codes_sq, largest_sq, scratch)
 
 
 def update_slice(
@@ -344,8 +344,8 @@ def update_slice(
 def quantized_workspace(blocks: int, like: torch.Tensor) -> QuantizedWorkspace:
     """Return a workspace of `blocks` blocks on the device of `like`, in its precision."""
     first, second = (torch.empty(blocks, BLOCK, dtype=like.dtype, device=like.device) for _ in range(2))
-    beside = torch.empty(blocks, BLOCK, dtype=torch.float32, device=like.device)
-    return QuantizedWorkspace(first, second, beside, Codebook(True, like), Codebook(False, like))
+    scratch = torch.empty(blocks, BLOCK, dtype=torch.float32, device=like.device)
+    return QuantizedWorkspace(first, second, scratch, Codebook(True, like), Codebook(False, like))
 
 
 # --------------------

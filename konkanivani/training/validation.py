@@ -211,8 +211,8 @@ class EvaluationSet:
         if len(portions) < len(gathered):
             raise interrupted or Interrupted("Another rank was stopped by a signal.", signal.SIGTERM)
         # Each rank has seen only its own portion's rejections.
-        for news in gather(self.topology, self.rejections.news()):
-            self.rejections.add(news)
+        for new_rejections in gather(self.topology, self.rejections.news()):
+            self.rejections.add(new_rejections)
         return join_portions(portions, forward.objective, time.perf_counter() - started)
 
     def _recognize_portion(self, forward: ForwardPass, decode: Decode, check: Callable[[], None]) -> RecognizedPortion:

@@ -142,11 +142,11 @@ class ShortAudio(UserWarning):
 def content_digest(source: AudioSource) -> str:
     """Return the SHA-256 of the audio file's encoded bytes; raise an `OSError` if it cannot be read."""
     digest = hashlib.sha256()
-    left = source.byte_count or sys.maxsize
+    remaining = source.byte_count or sys.maxsize
     with open_file(source) as file:
         file.seek(source.byte_offset)
-        while piece := file.read(min(PIECE_BYTES, left)):
-            left -= len(piece)
+        while piece := file.read(min(PIECE_BYTES, remaining)):
+            remaining -= len(piece)
             digest.update(piece)
     return digest.hexdigest()
 
@@ -309,8 +309,10 @@ def _sound_of(opened: OpenedAudio) -> SoundReader:
     if not may_be_media(opened):
         raise UnusableAudio(opened.source, reason)
     if not is_installed():
-        other = f"ffmpeg -i {opened.source.path} audio.wav"
-        raise UnusableAudio(opened.source, f"{reason}; PyAV may support it: {INSTALL} (or convert it to WAV: {other})")
+        conversion = f"ffmpeg -i {opened.source.path} audio.wav"
+        raise UnusableAudio(
+            opened.source, f"{reason}; PyAV may support it: {INSTALL} (or convert it to WAV: {conversion})"
+        )
     try:
         return MediaSound(opened, MAX_FRAMES_PER_BYTE * opened.size, MAX_FILE_SECONDS)
     except UnusableAudio as error:

@@ -43,23 +43,23 @@ class Reader:
     """Decoder process for one file at a time; `is_sound` means that no answer is pending, so it can be reused."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
+        parent_end, child_end = socket.socketpair()
+        with child_end:
             try:
                 self.process = subprocess.Popen(
                     # -I: PYTHON* variables and the modules in the script's folder do not affect its imports.
-                    [sys.executable, "-I", str(PROGRAM), str(theirs.fileno())],
-                    pass_fds=(theirs.fileno(),),
+                    [sys.executable, "-I", str(PROGRAM), str(child_end.fileno())],
+                    pass_fds=(child_end.fileno(),),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                 )
             except OSError as error:
-                ours.close()
+                parent_end.close()
                 raise ReaderFailed(f"the decoder process does not start: {error.strerror}") from None
-        self.channel = ours
+        self.channel = parent_end
         self.is_sound = True
-        ours.settimeout(ANSWER_SECONDS)
+        parent_end.settimeout(ANSWER_SECONDS)
 
     def ask(self, kind: bytes, first: int = 0, second: int = 0, descriptor: int | None = None) -> bytearray:
         """Send a request and return the content of its answer.
@@ -229,29 +229,29 @@ class MediaSound:
         """Return the next `count` samples (frames, channels) float32, fewer at the end."""
         channels = self.header.channels
         pieces = [np.empty((0, channels), np.float32)]
-        left = count
-        while left > 0:
-            wanted = min(left, max(1, PIECE_SAMPLES // channels))
-            piece = np.frombuffer(self._request(b"r", wanted), np.float32).reshape(-1, channels)
+        remaining = count
+        while remaining > 0:
+            block_size = min(remaining, max(1, PIECE_SAMPLES // channels))
+            piece = np.frombuffer(self._request(b"r", block_size), np.float32).reshape(-1, channels)
             self._go_on(len(piece))
             pieces.append(piece)
-            left -= len(piece)
-            if len(piece) < wanted:
+            remaining -= len(piece)
+            if len(piece) < block_size:
                 break
         # Two pieces are the empty one and all samples: no copy is needed.
         return np.concatenate(pieces) if len(pieces) != 2 else pieces[1]
 
     def skip(self, count: int) -> int:
         """Skip `count` frames and return how many there were."""
-        left = count
-        while left > 0:
-            wanted = min(left, DROPPED_SECONDS * self.header.rate)
-            dropped = int.from_bytes(self._request(b"s", wanted), "little")
+        remaining = count
+        while remaining > 0:
+            block_size = min(remaining, DROPPED_SECONDS * self.header.rate)
+            dropped = int.from_bytes(self._request(b"s", block_size), "little")
             self._go_on(dropped)
-            left -= dropped
-            if dropped < wanted:
+            remaining -= dropped
+            if dropped < block_size:
                 break
-        return count - left
+        return count - remaining
 
     def count(self) -> int:
         """Decode the whole file and return its number of frames; the length in a container's header is rarely exact."""

@@ -63,9 +63,9 @@ class FileSlice:
 
     def read(self, count: int) -> bytes:
         """Return the next `count` bytes, fewer at the end."""
-        wanted = max(0, min(count, self.size - self.at))
+        length = max(0, min(count, self.size - self.at))
         # pread, because the descriptor's position is shared with the process that sent it.
-        piece = os.pread(self.descriptor, wanted, self.begin + self.at)
+        piece = os.pread(self.descriptor, length, self.begin + self.at)
         self.at += len(piece)
         return piece
 
@@ -115,12 +115,12 @@ class MediaDecoder:
 
     def read(self, count: int) -> bytes:
         """Return the next `count` frames as interleaved float32, fewer at the end."""
-        wanted = 4 * self.channels * count
-        while len(self.pending) < wanted and (piece := next(self.pieces, None)) is not None:
+        byte_count = 4 * self.channels * count
+        while len(self.pending) < byte_count and (piece := next(self.pieces, None)) is not None:
             self.pending += piece
-        taken = bytes(self.pending[:wanted])
-        del self.pending[:wanted]
-        return taken
+        block = bytes(self.pending[:byte_count])
+        del self.pending[:byte_count]
+        return block
 
     def skip(self, count: int) -> int:
         """Discard the next `count` frames and return how many there were."""
@@ -246,9 +246,9 @@ def enter_sandbox(channel: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with open("/proc/self/statm", encoding="ascii") as file:
-        taken = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        used_memory = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     for limit, most in (
-        (resource.RLIMIT_AS, taken + MORE_MEMORY),
+        (resource.RLIMIT_AS, used_memory + MORE_MEMORY),
         (resource.RLIMIT_NOFILE, channel + 2),  # one more than the socket: the received file
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),

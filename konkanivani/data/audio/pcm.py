@@ -79,13 +79,13 @@ class PcmDecoder:
             return np.zeros((0, self._raw.channels), np.float32)
         size = len(self._waiting) if self._left is None else min(len(self._waiting), self._left)
         size -= size % self.format.frame_bytes
-        taken = self._waiting[:size]
+        complete = self._waiting[:size]
         self._waiting = self._waiting[size:]
         if self._left is not None:
             self._left -= size
             # Chunks after the samples, such as tags, are not audio.
             self._waiting = self._waiting[: self._left]
-        return to_float(taken, self.format)
+        return to_float(complete, self.format)
 
     def finish(self) -> np.ndarray:
         """Return the samples of a raw stream that is shorter than a header; raise if a header is cut."""
@@ -122,20 +122,20 @@ class PcmDecoder:
 
 def _parse_chunks(head: bytes) -> tuple[PcmFormat, int | None, int] | None:
     """Return format, stated bytes of samples and their offset; None if the bytes end before the first sample."""
-    place = 12
+    position = 12
     pcm = None
-    while place + 8 <= len(head):
-        name, size = struct.unpack_from("<4sL", head, place)
-        place += 8
+    while position + 8 <= len(head):
+        name, size = struct.unpack_from("<4sL", head, position)
+        position += 8
         if name == b"data":
             if pcm is None:
                 raise DataError("The WAV header on standard input has no format. Pipe WAV or raw PCM.")
-            return pcm, size if 0 < size < UNKNOWN_FROM else None, place
-        if place + size > len(head):
+            return pcm, size if 0 < size < UNKNOWN_FROM else None, position
+        if position + size > len(head):
             return None
         if name == b"fmt ":
-            pcm = _parse_format(head[place : place + size])
-        place += size + size % 2
+            pcm = _parse_format(head[position : position + size])
+        position += size + size % 2
     return None
 
 

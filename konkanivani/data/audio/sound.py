@@ -196,9 +196,9 @@ def missing_share(opened: OpenedAudio) -> float:
     begin, claimed = next(((begin, claimed) for name, begin, claimed in chunks if name == samples), (0, 0))
     if claimed == 0xFFFFFFFF and large:  # RF64: the 64-bit length is in the ds64 chunk
         claimed = large
-    there = opened.size - begin
+    available = opened.size - begin
     is_known = 0 < claimed < UNKNOWN_FROM or 2**32 <= claimed < 2**62
-    return claimed / there - 1 if is_known and 0 < there < claimed else 0.0
+    return claimed / available - 1 if is_known and 0 < available < claimed else 0.0
 
 
 def iterate_chunks(opened: OpenedAudio, shape: str, begin: int) -> Iterator[tuple[bytes, int, int]]:
@@ -303,14 +303,14 @@ def _holds_samples(opened: OpenedAudio, start: int, shape: str) -> bool:
     A list of chunks means that the file was closed properly and contains no samples.
     """
     # Chunk names must be ASCII: digital silence would otherwise look like a list of empty chunks.
-    place = start
+    position = start
     for name, content, claimed in iterate_chunks(opened, shape, start):
         if not all(0x20 <= character < 0x7F for character in name):
             return True
-        place = content + claimed + claimed % 2
-        if place >= opened.size:
+        position = content + claimed + claimed % 2
+        if position >= opened.size:
             break
-    return place < opened.size or place > opened.size + 1
+    return position < opened.size or position > opened.size + 1
 
 
 # --------------------
@@ -376,13 +376,13 @@ class SndfileSound:
             return self._decode(count)
         # In pieces: soundfile allocates `count` frames in advance, which may be eleven days.
         pieces = [np.empty((0, self.header.channels), np.float32)]
-        left = count
-        while left > 0:
-            wanted = min(left, max(1, PIECE_SAMPLES // self.header.channels))
-            piece = self._decode(wanted)
+        remaining = count
+        while remaining > 0:
+            block_size = min(remaining, max(1, PIECE_SAMPLES // self.header.channels))
+            piece = self._decode(block_size)
             pieces.append(piece)
-            left -= len(piece)
-            if len(piece) < wanted:
+            remaining -= len(piece)
+            if len(piece) < block_size:
                 break
         return np.concatenate(pieces) if len(pieces) != 2 else pieces[1]
 
@@ -411,14 +411,14 @@ class SndfileSound:
         self.file.close()
 
     def _decode_and_drop(self, count: int) -> int:
-        left = count
-        while left > 0:
-            wanted = min(left, max(1, PIECE_SAMPLES // self.header.channels))
-            dropped = len(self._decode(wanted))
-            left -= dropped
-            if dropped < wanted:
+        remaining = count
+        while remaining > 0:
+            block_size = min(remaining, max(1, PIECE_SAMPLES // self.header.channels))
+            dropped = len(self._decode(block_size))
+            remaining -= dropped
+            if dropped < block_size:
                 break
-        return count - left
+        return count - remaining
 
     def _decode(self, count: int) -> np.ndarray:
         try:

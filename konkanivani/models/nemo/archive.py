@@ -104,11 +104,11 @@ def _read_members(file: io.BufferedIOBase, path: Path, spool: BinaryIO | None) -
     contents: dict[str, bytes] = {}
     weights: BinaryIO | None = None
     small = 0
-    most = MOST_INFLATED * path.stat().st_size
+    max_bytes = MOST_INFLATED * path.stat().st_size
     for count, member in enumerate(_walk_members(file, path)):
-        place, _, name = member.name.rpartition("/")
+        folder, _, name = member.name.rpartition("/")
         # Names are never used as paths; a suspicious one is rejected nevertheless.
-        if ".." in place.split("/") or member.name.startswith("/"):
+        if ".." in folder.split("/") or member.name.startswith("/"):
             raise refused(path, f"its member {member.name!r:.80} has a path outside of the archive")
         if member.isdir():
             continue
@@ -118,7 +118,7 @@ def _read_members(file: io.BufferedIOBase, path: Path, spool: BinaryIO | None) -
             raise refused(path, f"its member {name!r:.80} is duplicated, or it has more than {MOST_MEMBERS} members")
         # Check stated sizes before reading. The offset in a gzipped file counts decompressed bytes, which bounds the
         # ratio.
-        if member.size > MOST_MEMBER_BYTES or file.tell() + member.size > most:
+        if member.size > MOST_MEMBER_BYTES or file.tell() + member.size > max_bytes:
             raise refused(path, f"its member {name!r:.80} states {member.size} bytes")
         contents[name] = b""
         if name == WEIGHTS:
@@ -412,11 +412,11 @@ def _varint(value: int) -> bytes:
 def _read_number(data: bytes, start: int) -> tuple[int, int]:
     """Return a varint and the offset after it."""
     value = shift = 0
-    for place in range(start, min(len(data), start + 5)):  # at most 35 bits
-        value |= (data[place] & 127) << shift
+    for position in range(start, min(len(data), start + 5)):  # at most 35 bits
+        value |= (data[position] & 127) << shift
         shift += 7
-        if data[place] < 128:
-            return value, place + 1
+        if data[position] < 128:
+            return value, position + 1
     raise ValueError("its tokenizer is not a SentencePiece model")
 
 

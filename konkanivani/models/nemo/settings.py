@@ -79,17 +79,19 @@ def sources(ours: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, 
         ours: state dict of the model, without values.
     """
     stages = STAGES[config.subsampling].items()
-    table = PARTS | {f"subsampling.stages.{mine}": (f"pre_encode.conv.{theirs}",) for mine, theirs in stages}
+    table = PARTS | {
+        f"subsampling.stages.{own_part}": (f"pre_encode.conv.{nemo_parts}",) for own_part, nemo_parts in stages
+    }
     source_by_name = {}
     last = config.encoder_layers - 1
-    for mine, theirs in table.items():
-        for n in range(last + 1) if "{n}" in mine else (0,):
+    for own_part, nemo_parts in table.items():
+        for n in range(last + 1) if "{n}" in own_part else (0,):
             # The position biases of attention are parameters without a leaf name.
             for leaf in (".weight", ".bias", ""):
-                name = "encoder." + mine.format(n=n) + leaf
+                name = "encoder." + own_part.format(n=n) + leaf
                 if name in ours:
-                    names = tuple(f"encoder.{part.format(n=n, before=n - 1, last=last)}{leaf}" for part in theirs)
-                    source_by_name[name] = _source(mine, leaf, names, tuple(ours[name].shape), config)
+                    names = tuple(f"encoder.{part.format(n=n, before=n - 1, last=last)}{leaf}" for part in nemo_parts)
+                    source_by_name[name] = _source(own_part, leaf, names, tuple(ours[name].shape), config)
     return source_by_name
 
 

@@ -317,8 +317,8 @@ class NemoImport:
         features = self.architecture.features
         framing = self.architecture.framing
         origin = self.provenance
-        known = [f"SHA-256 {self.provenance.sha256}", f"saved by {self.provenance.saved_by}"]
-        known += [f"licence: {origin.licence}" if origin.licence else "no licence in the file: check its source"]
+        origin_facts = [f"SHA-256 {self.provenance.sha256}", f"saved by {self.provenance.saved_by}"]
+        origin_facts += [f"licence: {origin.licence}" if origin.licence else "no licence in the file: check its source"]
         numbers = f"{self.numbers / 1e6:.1f} M parameters"
         tokens = f"{self.checkpoint.vocab_size} tokens"
         tokens += f" of {origin.language}" if origin.language else ""
@@ -326,7 +326,7 @@ class NemoImport:
             f"Imported: {model.encoder_layers} blocks of dimension {model.d_model} and a CTC head, "
             f"{numbers}; {tokens}; {features.mel_bins} mel bins, "
             f"{1000 * framing.encoder_hop // SAMPLE_RATE} ms per frame.\nNot imported: {self.left}.\nSource: "
-            f"{origin.file}, {', '.join(known)}."
+            f"{origin.file}, {', '.join(origin_facts)}."
         )
 
 
@@ -383,8 +383,8 @@ def _import_tensors(
     # Names, shapes and dtypes only: no memory is used.
     ours = architecture.build_without_values().state_dict()
     weights = take_weights(tensors, ours, settings, _head_rows(tokenizers, chosen), path)
-    left = [f"an RNNT decoder and joint network, {rnnt / 1e6:.1f} M parameters"] if rnnt else []
-    left += [f"the tokens of {len(tokenizers) - 1} other languages"] if len(tokenizers) > 1 else []
+    omitted = [f"an RNNT decoder and joint network, {rnnt / 1e6:.1f} M parameters"] if rnnt else []
+    omitted += [f"the tokens of {len(tokenizers) - 1} other languages"] if len(tokenizers) > 1 else []
     with explained(ResourceError, f"{path} cannot be read", "Fix that and start again."):
         digest = digest_of_file(path)
     provenance = Provenance(path.name, digest, settings.licence, settings.saved_by, chosen)
@@ -397,7 +397,7 @@ def _import_tensors(
         states={"model": {**weights}, PROVENANCE_STATE: provenance.state_dict()},
     )
     numbers = sum(tensor.numel() for tensor in weights.values())
-    return NemoImport(checkpoint, architecture, numbers, provenance, " and ".join(left) or "nothing")
+    return NemoImport(checkpoint, architecture, numbers, provenance, " and ".join(omitted) or "nothing")
 
 
 def _pieces(archive: NemoArchive, file: str) -> Pieces:
@@ -460,11 +460,14 @@ def _head_rows(tokenizers: Mapping[str, Pieces], chosen: str) -> list[int | None
 
 def _check_filter_bank(tensors: Tensors, architecture: HybridArchitecture, path: Path) -> None:
     """Raise a CheckpointError if the file's mel filter bank differs from the one built from its settings."""
-    theirs = tensors.get(FILTER_BANK)
-    ours = architecture.build_front_end(AugmentConfig()).log_mel.power.mel_scale.fb.T
-    if theirs is None:
+    file_bank = tensors.get(FILTER_BANK)
+    built_bank = architecture.build_front_end(AugmentConfig()).log_mel.power.mel_scale.fb.T
+    if file_bank is None:
         return
     # Filters stored in half precision are compared with a larger tolerance.
-    tolerance = 1e-5 if theirs.dtype == torch.float32 else 1e-3
-    if theirs.shape[1:] != ours.shape or not (theirs[0].float() - ours).abs().max() < tolerance * ours.max():
+    tolerance = 1e-5 if file_bank.dtype == torch.float32 else 1e-3
+    if (
+        file_bank.shape[1:] != built_bank.shape
+        or not (file_bank[0].float() - built_bank).abs().max() < tolerance * built_bank.max()
+    ):
         raise refused(path, f"its {FILTER_BANK} does not match its settings", "Use another model")

@@ -122,8 +122,8 @@ def export_t5(tuned: TunedT5, base: PretrainedT5, out: Path) -> WrittenFolder:
     folder = base.folder
     # `plain` merges LoRA weights into the layers.
     _, weights = tuned.architecture.plain(tuned.weights)
-    named = named_as_in_files(folder, weights)
+    named_weights = named_as_in_files(folder, weights)
     for copy, name in folder.copies().items():
-        named[copy] = named[name].clone()
-    named |= folder.unused()
-    return write_copy(folder, named, out)
+        named_weights[copy] = named_weights[name].clone()
+    named_weights |= folder.unused()
+    return write_copy(folder, named_weights, out)

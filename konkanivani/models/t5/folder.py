@@ -71,12 +71,12 @@ PLAIN_NAMES = {"<expand>": "wi", "<contract>": "wo"}
 
 def name_in_file(name: str, is_gated: bool) -> str:
     """Return the name in the files of the network's tensor or layer `name`."""
-    for ours, theirs in NAMES.items():
-        match = re.fullmatch(ours, name)
+    for pattern, template in NAMES.items():
+        match = re.fullmatch(pattern, name)
         if match:
-            expanded = match.expand(theirs)
-            for part, named in (GATED_NAMES if is_gated else PLAIN_NAMES).items():
-                expanded = expanded.replace(part, named)
+            expanded = match.expand(template)
+            for part, layer_name in (GATED_NAMES if is_gated else PLAIN_NAMES).items():
+                expanded = expanded.replace(part, layer_name)
             return expanded
     raise ValueError(f"T5 has no tensor {name}")
 
@@ -170,11 +170,11 @@ def _read_folder(path: Path) -> T5Folder:
     if kind not in MODEL_TYPES:
         raise refused(path, f"its {CONFIG} is of a model of type {kind!r:.40}", "Use the folder of a T5 model")
     dimensions = {}
-    for name, (ours, most) in DIMENSIONS.items():
+    for name, (ours, max_value) in DIMENSIONS.items():
         default: object = DEFAULTS.get(name)
         if name == "num_decoder_layers":
             default = config.get("num_layers")
-        dimensions[ours] = read_dimension(path, config, name, most, default)
+        dimensions[ours] = read_dimension(path, config, name, max_value, default)
     shape = T5Shape(**dimensions, variant=_variant_of(path, config))
     if shape.position_buckets < MIN_BUCKETS or shape.max_distance <= shape.position_buckets // 2:
         raise refused(path, f"its {CONFIG} has invalid relative positions")

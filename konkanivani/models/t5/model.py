@@ -419,11 +419,11 @@ class T5(SpeechNetwork):
         encoded, lengths = self.encoder(vectors, feature_lengths)
         return encoded, on_host(lengths)
 
-    def loss_sums(self, output: ASROutput, spoken: Targets, objective: Objective, chunk_frames: int) -> LossSums:
+    def loss_sums(self, output: ASROutput, labels: Targets, objective: Objective, chunk_frames: int) -> LossSums:
         """Return the objective's only term, summed over all target tokens."""
         if not isinstance(output, T5Output):
             raise TypeError("the output is not of a T5 network")
-        return (self.loss(output.decoded, output.head, spoken.targets, objective.label_smoothing),)
+        return (self.loss(output.decoded, output.head, labels.targets, objective.label_smoothing),)
 
     def example_input(self) -> torch.Tensor:
         """Return the shortest input: one token."""

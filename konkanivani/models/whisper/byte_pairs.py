@@ -98,10 +98,10 @@ def read_byte_pairs(folder: Path) -> BytePairs:
     merges = _read_merges(folder / "merges.txt")
     added = folder / "added_tokens.json"
     # Some vocab.json files list special tokens among the others.
-    named = {piece: token for piece, token in vocabulary.items() if NAMED.fullmatch(piece)}
+    special_tokens = {piece: token for piece, token in vocabulary.items() if NAMED.fullmatch(piece)}
     if added.exists():
-        named |= _read_ids(added)
-    return BytePairs(vocabulary, merges, named, str(folder))
+        special_tokens |= _read_ids(added)
+    return BytePairs(vocabulary, merges, special_tokens, str(folder))
 
 
 def byte_pairs_of(content: bytes, source: str) -> BytePairs:
@@ -117,8 +117,8 @@ def byte_pairs_of(content: bytes, source: str) -> BytePairs:
         raise DataError(f"{source} has no list of merges. {OTHER}")
     if not all(isinstance(token, dict) and isinstance(token.get("content"), str) for token in added):
         raise DataError(f"{source} has an added token without a name. {OTHER}")
-    named = _checked_ids({token["content"]: token.get("id") for token in added}, source)
-    return BytePairs(_checked_ids(model.get("vocab"), source), _parse_merges(merges, source), named, source)
+    special_tokens = _checked_ids({token["content"]: token.get("id") for token in added}, source)
+    return BytePairs(_checked_ids(model.get("vocab"), source), _parse_merges(merges, source), special_tokens, source)
 
 
 def _check_plain(settings: dict, model: dict, source: str) -> None:

@@ -82,16 +82,16 @@ def write_whisper_folder(
         ResourceError: The files cannot be written.
         NumericsError: The files, read back, differ from the weights.
     """
-    named = named_as_in_files(base, weights)
+    named_weights = named_as_in_files(base, weights)
     for copy, name in base.copies().items():
-        named[copy] = named[name].clone()
+        named_weights[copy] = named_weights[name].clone()
 
     def mark(partial: Path) -> None:
         if audio_context not in (None, base.audio_context):
             settings = read_json(partial / base.marked_file)
             write_json(partial / base.marked_file, settings | {AUDIO_CONTEXT: audio_context})
 
-    return write_copy(base, named, out, mark)
+    return write_copy(base, named_weights, out, mark)
 
 
 def write_copy(
@@ -122,7 +122,7 @@ def write_copy(
 
 def named_as_in_files(base: ModelFolder, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the weights by their names in the files; raise a CheckpointError if they do not match the base model."""
-    names = {ours: theirs for theirs, ours in base.our_names().items()}
+    names = {ours: file_name for file_name, ours in base.our_names().items()}
     shapes = {name: tensor.shape for name, tensor in base.architecture.build_without_values().state_dict().items()}
     if shapes != {name: tensor.shape for name, tensor in weights.items()}:
         raise CheckpointError(f"The weights do not match the shape of {base.path}. Use its own base model.")
@@ -313,8 +313,8 @@ def read_base(tuned: TunedWhisper, folder: str | None, outputs: Iterable[Path]) 
 
 def locate_base(config: PretrainedConfig, folder: str | None, outputs: Iterable[Path]) -> Path:
     """Return the path of the pretrained folder of a run, or of `folder`, its copy; raise errors as `read_base` does."""
-    named = folder or config.pretrained or ""
-    path = locate_model(named, config.revision, "whisper").path
+    base_path = folder or config.pretrained or ""
+    path = locate_model(base_path, config.revision, "whisper").path
     if folder is None and not path.is_dir():
         raise CheckpointError(
             f"The folder {path} that the run was started from does not exist, but the export needs it. Give "

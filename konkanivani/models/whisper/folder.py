@@ -168,17 +168,21 @@ def _shape_of(path: Path, config: Mapping[str, object]) -> WhisperShape:
     if kind != "whisper":
         raise refused(path, f"its {CONFIG} is of a model of type {kind!r:.40}", "Use the folder of a Whisper model")
     dimensions = {}
-    for name, (ours, most) in DIMENSIONS.items():
-        dimensions[ours] = read_dimension(path, config, name, most)
+    for name, (ours, max_value) in DIMENSIONS.items():
+        dimensions[ours] = read_dimension(path, config, name, max_value)
     shape = WhisperShape(**dimensions)
     for name, twin in TWINS.items():
         if config.get(name) != config[twin]:
             raise refused(path, f"{name} in its {CONFIG} is {config.get(name)!r:.40}, but {twin} is {config[twin]}")
     if shape.d_model % 2 or shape.d_model % shape.attention_heads:
         raise refused(path, f"its {CONFIG} divides a dimension of {shape.d_model} into {shape.attention_heads} heads")
-    for name, only in {"activation_function": "gelu", "scale_embedding": False, "tie_word_embeddings": True}.items():
-        if config.get(name, only) != only:
-            raise refused(path, f"{name} in its {CONFIG} is {config[name]!r:.40}, but {only!r} in Whisper")
+    for name, required in {
+        "activation_function": "gelu",
+        "scale_embedding": False,
+        "tie_word_embeddings": True,
+    }.items():
+        if config.get(name, required) != required:
+            raise refused(path, f"{name} in its {CONFIG} is {config[name]!r:.40}, but {required!r} in Whisper")
     return shape
 
 
@@ -189,7 +193,7 @@ def _check_preprocessor(path: Path, shape: WhisperShape) -> None:
     if name == PROCESSOR:
         settings = values.get("feature_extractor")
         values = settings if isinstance(settings, dict) else {}
-    wanted = {
+    required = {
         "feature_size": (shape.mel_bins, 80),
         "chunk_length": (shape.window_seconds, 30),
         "sampling_rate": (SAMPLE_RATE, SAMPLE_RATE),
@@ -199,7 +203,7 @@ def _check_preprocessor(path: Path, shape: WhisperShape) -> None:
         "dither": (0, 0),
         "do_normalize": (False, False),
     }
-    for setting, (value, default) in wanted.items():
+    for setting, (value, default) in required.items():
         # A missing setting has the default of transformers' WhisperFeatureExtractor.
         stored = default if values.get(setting) is None else values[setting]
         if stored != value:
@@ -220,8 +224,8 @@ def _check_ids(path: Path, generation: Mapping[str, object], shape: WhisperShape
     if latest is not None and type(latest) is not int:
         raise refused(path, f"max_initial_timestamp_index in its {GENERATION} is {latest!r:.40} but must be a number")
     heads = generation.get("alignment_heads") or []
-    most = (shape.decoder_layers, shape.attention_heads)
-    if not isinstance(heads, list) or not all(_is_head(head, most) for head in heads):
+    limits = (shape.decoder_layers, shape.attention_heads)
+    if not isinstance(heads, list) or not all(_is_head(head, limits) for head in heads):
         raise refused(path, f"alignment_heads in its {GENERATION} are not attention heads of its decoder")
 
 

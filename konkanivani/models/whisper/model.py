@@ -447,11 +447,11 @@ class Whisper(SpeechNetwork):
         decoded = self.decoder(vectors, encoded, wrap_block, score_mask_for(vectors, encoded, encoded_lengths))
         return WhisperOutput(encoded, None, encoded_lengths, decoded, head)
 
-    def loss_sums(self, output: ASROutput, spoken: Targets, objective: Objective, chunk_frames: int) -> LossSums:
+    def loss_sums(self, output: ASROutput, labels: Targets, objective: Objective, chunk_frames: int) -> LossSums:
         """Return the objective's only term, summed over all labels."""
         if not isinstance(output, WhisperOutput):
             raise TypeError("the output is not of a Whisper network")
-        return (self.loss(output.decoded, output.head, spoken.targets, objective.label_smoothing),)
+        return (self.loss(output.decoded, output.head, labels.targets, objective.label_smoothing),)
 
     def _initialise(self) -> None:
         for module in self.modules():

@@ -156,21 +156,23 @@ class PromptedVocabulary:
         if language is None:
             raise UsageError(f"The language is missing: give --language with one of {', '.join(self.languages)}.")
         if language not in self.languages:
-            named = language or repr(language)
-            raise UsageError(f"--language {named}: the model has no token for it. {self._languages_to_use(language)}")
+            language_words = language or repr(language)
+            raise UsageError(
+                f"--language {language_words}: the model has no token for it. {self._languages_to_use(language)}"
+            )
         if task == TASKS[1] and f"<|{task}|>" not in self._pairs.names:
             raise UsageError(f"--task {task}: the model has no token for it. Omit it, or use another model.")
         return self._token_of(f"<|{language}|>"), self._token_of(f"<|{task or TASKS[0]}|>")
 
     def _languages_to_use(self, language: str) -> str:
         """Return the languages to use in place of one without a token."""
-        there = ", ".join(self.languages)
+        available = ", ".join(self.languages)
         near = [code for code in ("mr", "hi") if code in self.languages]
         if language not in KONKANI or not near:
-            return f"Use one of {there}."
+            return f"Use one of {available}."
         return (
             "Other programs would not recognise a new one for Konkani. Use the closest language, "
-            f"{' or '.join(near)}; available: {there}."
+            f"{' or '.join(near)}; available: {available}."
         )
 
     @cached_property
@@ -248,8 +250,8 @@ class PromptedVocabulary:
 
     def seconds_of(self, token: int) -> float | None:
         """Return the time of a timestamp token, or None for any other token."""
-        place = token - self.first_time
-        return round(place * STEP_SECONDS, 2) if self.has_times and 0 <= place < TIMES else None
+        offset = token - self.first_time
+        return round(offset * STEP_SECONDS, 2) if self.has_times and 0 <= offset < TIMES else None
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the stripped text of token ids; prompt, special and timestamp tokens are skipped."""
