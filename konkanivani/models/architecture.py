@@ -60,7 +60,7 @@ def forward_layers(
     encoded = max(lengths)
     rows = batch * encoded
     packed = sum(lengths)
-    decoder_rows = batch * (tokens + 1)
+    targets = batch * (tokens + 1)
     pairs = sum(length**2 for length in lengths)
     blocks = config.encoder_layers
     decoders = config.decoder_layers
@@ -86,14 +86,12 @@ def forward_layers(
         Layer("attention", "L 4 sum T'^2 D", blocks * 4 * pairs * width, is_dense=False),
         *extra_layers,
         Layer(CTC_HEAD, "2 B T' D V", 2 * rows * width * vocab_size),
-        Layer("decoder's self-attention", "M 8 B U D^2", decoders * 8 * decoder_rows * width**2),
-        Layer("its products", "M 4 B U^2 D", decoders * 4 * decoder_rows * (tokens + 1) * width, is_dense=False),
-        Layer("cross-attention", "M 4 B (U + T') D^2", decoders * 4 * (decoder_rows + rows) * width**2),
-        Layer(
-            "its products over frames", "M 4 B U T' D", decoders * 4 * decoder_rows * encoded * width, is_dense=False
-        ),
-        Layer("decoder's feed-forward", "M 4 B U D I", decoders * 4 * decoder_rows * width * inner),
-        Layer("decoder's output", "2 B U D V", 2 * decoder_rows * width * vocab_size if decoders else 0),
+        Layer("decoder's self-attention", "M 8 B U D^2", decoders * 8 * targets * width**2),
+        Layer("its products", "M 4 B U^2 D", decoders * 4 * targets * (tokens + 1) * width, is_dense=False),
+        Layer("cross-attention", "M 4 B (U + T') D^2", decoders * 4 * (targets + rows) * width**2),
+        Layer("its products over frames", "M 4 B U T' D", decoders * 4 * targets * encoded * width, is_dense=False),
+        Layer("decoder's feed-forward", "M 4 B U D I", decoders * 4 * targets * width * inner),
+        Layer("decoder's output", "2 B U D V", 2 * targets * width * vocab_size if decoders else 0),
     )
 
 

@@ -218,19 +218,17 @@ class WhisperArchitecture:
         decoders = shape.decoder_layers
         # + 1: the start token
         rows = len(samples) * frames
-        decoder_rows = len(samples) * (tokens + 1)
+        targets = len(samples) * (tokens + 1)
         return (
             Layer("first convolution", "2 B T 3 F D", 2 * len(samples) * features * 3 * shape.mel_bins * width, 1),
             Layer("second convolution", "2 B T' 3 D^2", 2 * rows * 3 * width**2),
             Layer("feed-forward", "L 4 B T' D I", blocks * 4 * rows * width * inner),
             Layer("attention's projections", "L 8 B T' D^2", blocks * 8 * rows * width**2),
             Layer("attention", "L 4 B T'^2 D", blocks * 4 * rows * frames * width, is_dense=False),
-            Layer("decoder's self-attention", "M 8 B U D^2", decoders * 8 * decoder_rows * width**2),
-            Layer("its products", "M 4 B U^2 D", decoders * 4 * decoder_rows * (tokens + 1) * width, is_dense=False),
-            Layer("cross-attention", "M 4 B (U + T') D^2", decoders * 4 * (decoder_rows + rows) * width**2),
-            Layer(
-                "its products over frames", "M 4 B U T' D", decoders * 4 * decoder_rows * frames * width, is_dense=False
-            ),
-            Layer("decoder's feed-forward", "M 4 B U D I", decoders * 4 * decoder_rows * width * inner),
-            Layer("decoder's output", "2 B U D V", 2 * decoder_rows * width * shape.vocab_size),
+            Layer("decoder's self-attention", "M 8 B U D^2", decoders * 8 * targets * width**2),
+            Layer("its products", "M 4 B U^2 D", decoders * 4 * targets * (tokens + 1) * width, is_dense=False),
+            Layer("cross-attention", "M 4 B (U + T') D^2", decoders * 4 * (targets + rows) * width**2),
+            Layer("its products over frames", "M 4 B U T' D", decoders * 4 * targets * frames * width, is_dense=False),
+            Layer("decoder's feed-forward", "M 4 B U D I", decoders * 4 * targets * width * inner),
+            Layer("decoder's output", "2 B U D V", 2 * targets * width * shape.vocab_size),
         )
