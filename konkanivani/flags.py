@@ -111,7 +111,7 @@ def resolve(config: TrainConfig, amount: CorpusSize = UNLIMITED) -> TrainConfig:
         "tokenizer_type": AUTO if is_tuned else "char" if amount.is_little else "unigram",
         "ctc_weight": 1.0 if not config.model.decoder_layers else 0.7 if amount.is_little else 0.3,
         "speed_perturbation": (0.9, 1.0, 1.1) if not amount.is_little else LITTLE_SPEEDS if from_nothing else (1.0,),
-        # A model with initial weights keeps what it was trained for: adapt it with --augmentation light.
+        # Initial weights fit the recordings that they were trained on; --augmentation light adapts them to others.
         "augmentation": "light" if from_nothing else "none",
         "first_epoch": "shortest_first" if amount.is_little and from_nothing else "shuffled",
         "epochs": round(min(most, max(fewest, TARGET_HOURS / max(amount.hours, 1e-9)))),

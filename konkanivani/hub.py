@@ -164,7 +164,7 @@ class Repository:
         """Return the commit of the revision and its files, after their names are checked.
 
         Raises:
-            Unreachable: The Hub does not answer; the cache may have what is needed.
+            Unreachable: The Hub does not answer; the cache may have the files.
         """
         with quiet(), self._convert_errors():
             info = self.hub.HfApi().repo_info(
@@ -216,7 +216,7 @@ class Repository:
 
     @contextlib.contextmanager
     def _lock_folder(self) -> Iterator[None]:
-        """Hold an exclusive lock of the repository's folder in the block, without unverified files at its begin."""
+        """Delete unverified files, and hold an exclusive lock of the repository's folder during the block."""
         self.folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.folder, os.O_RDONLY)
         try:

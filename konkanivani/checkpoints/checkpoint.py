@@ -217,7 +217,7 @@ DAMAGE = (None, errno.EINVAL, errno.EIO)  # errno of a read error that is caused
 
 
 class ScoreKind(IntEnum):
-    """Kind of a validation score, of which lower is better; scores of two kinds cannot be compared."""
+    """Kind of a validation score. Lower is better; scores of different kinds cannot be compared."""
 
     UNKNOWN = 0
     """No epoch was validated, or by an older version."""

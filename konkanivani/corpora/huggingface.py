@@ -191,7 +191,7 @@ def _suffix(content: bytes, named: str) -> str:
 
 CONFIG_NAME = re.compile(r"[\w.-]{1,100}")
 CONVERTED = "refs/convert/parquet"  # the branch with the Hub's own conversion, CONFIG/SPLIT/NNNN.parquet
-PARTIAL = "partial-"  # prefix of a split of which the Hub has converted only the first gigabytes
+PARTIAL = "partial-"  # prefix of a split that is truncated: the Hub converts only the first gigabytes
 MAX_NAMED = 10  # configurations in a message
 
 
@@ -376,7 +376,7 @@ def _no_tables_error(repository: Repository, dataset: DatasetName, configs: list
 
 
 # --------------------
-# Memory of which files a configuration has, for use without a network.
+# Record of the files of each configuration, for use without a network.
 
 
 def _record_path(dataset: DatasetName) -> Path | None:

@@ -101,7 +101,7 @@ class Preparation:
 
     @property
     def root(self) -> Path:
-        """Return the folder outside of which no audio is read."""
+        """Return the folder that must contain all audio."""
         return Path(self.audio_root or self.source)
 
     @property

@@ -397,7 +397,7 @@ class CausalSegmenter:
         # Digital silence is left out of the noise and of its means: it would make any noise next to it seem loud.
         noise = np.full(len(power), SILENCE_DB - 1, dtype=np.float32)
         noise[is_audible] = 10 * np.log10(sums[is_audible] / counts[is_audible])
-        # But steps of silence next to sound count as sound, as in `segment_audio`: models expect a soft beginning.
+        # Silent steps next to sound count as sound, as in `segment_audio`: models expect a fade-in.
         softened = 10 * np.log10(np.maximum(sums / np.maximum(_sum_of_neighbours(np.ones(len(power))), 1), 1e-12))
         levels = np.where(is_audible, noise, softened).astype(np.float32)
         changed = levels[-min(len(levels), count + half) :]

@@ -291,7 +291,7 @@ class Venv:
         return stamp.serves(wanted.name) if stamp else not self.stamp.exists()
 
     def prepare(self, extras: Collection[str]) -> None:
-        """Complete the environment where it lacks something; one process at a time."""
+        """Install missing packages into the environment; only one process at a time does so."""
         choice = choose_build(read_nvidia_smi())
         if self.is_ready(extras, choice.build):
             return
@@ -323,7 +323,7 @@ class Venv:
             yield lock
 
     def install(self, extras: Collection[str], wanted: TorchBuild, lock: IO[str]) -> None:
-        """Install the requirements; an environment that a kill left incomplete, or that was moved, is made anew.
+        """Install the requirements; recreate an environment that is incomplete or was moved.
 
         If the set-up fails before it changes anything, `unfinished` is removed, so that being offline never costs a
         working environment.
@@ -381,13 +381,13 @@ class Venv:
             "import importlib, sys\n"
             "for name in sys.argv[1:]:\n"
             "    try: importlib.import_module(name)\n"
-            "    except Exception: pass\n"  # an absent extra; a script will report what it needs
+            "    except Exception: pass\n"  # a missing extra; the script that needs it will report it
         )
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         subprocess.run([str(self.python), "-c", program, *names], env=environment, capture_output=True)
 
     def create(self) -> None:
-        """Create the environment anew with the running Python: with venv, else uv, else virtualenv."""
+        """Recreate the environment with the running Python, by venv, uv or virtualenv."""
         self.clear()
         python = getattr(sys, "_base_executable", sys.executable) if self.is_running() else sys.executable
         say(f"[1/4] Creating the environment {self.folder} with Python {sys.version.split()[0]}")

@@ -48,7 +48,7 @@ CPU = TorchBuild("cpu", "without CUDA: about 200 MB to download, 700 MB on disk"
 
 @dataclass(frozen=True)
 class BuildChoice:
-    """Chosen build, and a sentence for the user about what it does not support, if any."""
+    """Chosen build, and a sentence for the user about unsupported hardware, if any."""
 
     build: TorchBuild
     notice: str | None = None

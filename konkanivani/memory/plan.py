@@ -128,11 +128,11 @@ class MemoryPlan:
 
     @property
     def has_memory_for_search(self) -> bool:
-        """Whether validation generates texts: of an offloaded model, the whole decoder has to fit beside the batch."""
+        """Whether validation generates texts: the decoder of an offloaded model must fit in memory together with the batch."""
         return fits_search(self.placement, self.validation + self.context, self.budget)
 
     def fits_whole_model(self, weights: int) -> bool:
-        """Return whether the model, of which `weights` bytes are in fp32, can be evaluated without offloading."""
+        """Return whether the model, with `weights` bytes in fp32, can be evaluated without offloading."""
         return fits_search(self.placement, self.validation + self.context + weights, self.budget)
 
     @property

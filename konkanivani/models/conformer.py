@@ -38,7 +38,7 @@ Blocks have numbers from 0, the subsampling, through the encoder and then the de
 
 
 class BlockList(torch.nn.ModuleList, Generic[AnyBlock]):
-    """List of blocks of one type, which PyTorch's own list does not tell a type checker."""
+    """ModuleList whose blocks have one type, known to a type checker."""
 
     if TYPE_CHECKING:
 

@@ -16,7 +16,7 @@ from konkanivani.console import say
 from konkanivani.errors import UsageError
 from konkanivani.hub import MAIN, Listing, RemoteFile, Repository, check_revision, is_commit, is_hub_name, is_plain
 
-# What the caller reads: the settings alone, a Whisper or T5 folder ("whisper"), or a NeMo model (a .nemo file or a
+# Required content: the settings alone, a Whisper or T5 folder ("whisper"), or a NeMo model (a .nemo file or a
 # Parakeet folder).
 Needs = Literal["settings", "whisper", "nemo"]
 CONFIG = "config.json"

@@ -173,7 +173,7 @@ class _Scores:
         return torch.where(self._is_inside, torch.cat(gathered, dim=1).t(), 0.0).sum(0)
 
     def shares_of_targets(self, share: float) -> torch.Tensor:
-        """Return a tensor (slices, N, 1) with `share` where a target lies in the slice, else 0."""
+        """Return a tensor (slices, N, 1) with `share` where a target is in the slice, else 0."""
         return (share * self._is_inside.to(self.full_dtype))[..., None]
 
     def add_at_targets(self, values: torch.Tensor, columns: slice, shares: torch.Tensor) -> None:
@@ -434,7 +434,7 @@ def fuse_norms(model: torch.nn.Module) -> None:
 
 
 def fuse_blocks(model: torch.nn.Module, fuses_norms: bool) -> None:
-    """Replace blocks by twins that fuse residual additions with dropout and, if asked, norms with projections."""
+    """Replace blocks by twins that fuse residual additions with dropout and, if `fuses_norms`, norms with projections."""
     kinds = {
         ConformerBlock: FusedConformerBlock,
         TransformerBlock: FusedTransformerBlock,

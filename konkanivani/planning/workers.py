@@ -19,5 +19,5 @@ def _prepare_worker() -> None:
     end_worker_with_parent()
     # OpenMP's threads do not survive the fork, and waiting for them would deadlock.
     torch.set_num_threads(1)
-    # Inherited objects live as long as the process: the garbage collector need not scan them.
+    # Inherited objects are never freed, so the garbage collector need not scan them.
     gc.freeze()

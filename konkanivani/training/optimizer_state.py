@@ -339,10 +339,10 @@ def delayed_warmup_factor(config: OptimizerConfig, tuning: TuningConfig, step: i
     return min(1.0, max(0, step + 1 - first) / resolve_warmup(config, total_steps))
 
 
-def set_learning_rate(optimizer: Optimizer, rate: float, begun: float = 1.0) -> None:
-    """Set the learning rate of every parameter group; `begun` is the delayed warm-up factor of `later` groups."""
+def set_learning_rate(optimizer: Optimizer, rate: float, delayed_warmup: float = 1.0) -> None:
+    """Set the learning rate of every parameter group; `delayed_warmup` is the warm-up factor of `later` groups."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * group["factor"] * (begun if group["later"] else 1.0)
+        group["lr"] = rate * group["factor"] * (delayed_warmup if group["later"] else 1.0)
 
 
 @dataclass(frozen=True)

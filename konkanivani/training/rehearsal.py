@@ -23,7 +23,7 @@ from konkanivani.training.validation import EvaluationSet
 
 SAVED = "rehearsal.partial"
 # Keys of the parts of a checkpoint that are not restored: a rehearsal does not change the counters (TrainState), and
-# what it learns about sizes that do not fit (OomHistory) stays useful.
+# the sizes that ran out of memory in it (OomHistory) hold for the actual run too.
 KEPT = ("progress", "splits")
 
 
