@@ -99,11 +99,11 @@ class ErrorCollector:
     """Errors of one stage, collected so that the user can fix them all at once."""
 
     def __init__(self) -> None:
-        self._found: list[KonkaniVaniError] = []
+        self._errors: list[KonkaniVaniError] = []
 
     def add(self, error: KonkaniVaniError) -> None:
         """Add an error that is not raised yet."""
-        self._found.append(error)
+        self._errors.append(error)
 
     @contextlib.contextmanager
     def collect(self) -> Iterator[None]:
@@ -115,14 +115,14 @@ class ErrorCollector:
 
     def raise_all(self) -> None:
         """Raise the collected errors, if any: several as one error of the first one's class, one per line."""
-        match self._found:
+        match self._errors:
             case []:
                 return
             case [error]:
                 raise error
-        kind = next(kind for kind in COLLECTED if isinstance(self._found[0], kind))
-        lines = [str(error) for error in self._found[:MAX_REPORTED]]
-        omitted = len(self._found) - len(lines)
+        kind = next(kind for kind in COLLECTED if isinstance(self._errors[0], kind))
+        lines = [str(error) for error in self._errors[:MAX_REPORTED]]
+        omitted = len(self._errors) - len(lines)
         raise kind("\n".join(lines) + (f"\nand {omitted} more errors of this kind." if omitted else ""))
 
 

@@ -40,7 +40,7 @@ class RunLock:
         self.path = Path(directory) / LOCK_NAME
         self._use = use
         # Remembered before mkdir, so that a refused start can remove exactly the folders that it created.
-        self.made = [parent for parent in self.path.parents if not parent.exists()]
+        self.created_folders = [parent for parent in self.path.parents if not parent.exists()]
         with self.errors_explained():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # "a+" does not truncate: the content is the id of a process that may hold the lock.
@@ -67,10 +67,10 @@ def given_up_if_refused(*locks: RunLock | None) -> Iterator[None]:
     except BaseException:
         for lock in filter(None, reversed(locks)):
             with contextlib.suppress(OSError):
-                if lock.made and os.listdir(lock.path.parent) == [LOCK_NAME]:
+                if lock.created_folders and os.listdir(lock.path.parent) == [LOCK_NAME]:
                     lock.path.unlink()
                     # From the innermost folder outwards, the order of `Path.parents`.
-                    for folder in lock.made:
+                    for folder in lock.created_folders:
                         folder.rmdir()
         raise
 

@@ -49,7 +49,7 @@ class SourceLine:
 class Sentences:
     """The distinct sentences of some files, the lines left out, and the numbers of blank and of repeated lines."""
 
-    kept: tuple[SourceLine, ...]
+    used: tuple[SourceLine, ...]
     left_out: tuple[SourceLine, ...]
     blank: int
     repeated: int
@@ -79,10 +79,10 @@ def build_sentence_corpus(
     """
     directory = Path(directory)
     sentences = read_sentences(files)
-    plan = plan_splits([line.text for line in sentences.kept], valid, test)
+    plan = plan_splits([line.text for line in sentences.used], valid, test)
     files_made = (*CorpusRecipe.files, LEFT_OUT)
     # The digest covers everything that determines the corpus, including the rows in left_out.jsonl.
-    rows = [(line.row, line.text) for line in sentences.kept + sentences.left_out]
+    rows = [(line.row, line.text) for line in sentences.used + sentences.left_out]
     digest = hashlib.sha256(json.dumps([plan.digest(), rows], ensure_ascii=False).encode()).hexdigest()
     recipe = CorpusRecipe(SENTENCE_CORPUS, plan, digest, files_made)
     is_new = publish_corpus(directory, recipe, lambda partial: write_sentence_corpus(recipe, sentences, partial))
@@ -165,7 +165,7 @@ def write_sentence_corpus(recipe: CorpusRecipe, sentences: Sentences, directory:
                 f"None of the sentences for {name} can be synthesised; the first: "
                 f"{reasons[getattr(recipe.plan, name)[0].text]}. Use more --sentences."
             )
-    unspoken = [replace(line, reason=reasons[line.text]) for line in sentences.kept if line.text in reasons]
+    unspoken = [replace(line, reason=reasons[line.text]) for line in sentences.used if line.text in reasons]
     left_out = sorted([*sentences.left_out, *unspoken], key=lambda line: (line.file, line.row))
     # The first 80 characters identify a long line.
     write_json_lines(directory / LEFT_OUT, (asdict(replace(line, text=line.text[:80])) for line in left_out))

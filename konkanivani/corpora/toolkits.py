@@ -101,12 +101,12 @@ class _Headers:
         self.tell = file.tell
 
     def begin_member(self) -> None:
-        self._left = MAX_HEADER_BYTES
+        self._remaining = MAX_HEADER_BYTES
 
     def read(self, size: int) -> bytes:
-        if not 0 <= size <= self._left:
+        if not 0 <= size <= self._remaining:
             raise tarfile.ReadError(f"a member's header at byte {self.tell()} is longer than {MAX_HEADER_BYTES} bytes")
-        self._left -= size
+        self._remaining -= size
         return self._file.read(size)
 
 

@@ -166,7 +166,7 @@ class WorkersFailed(ResourceError):
             f"{message}. Use --num_workers 0 to see the error, or a longer --loader_timeout; then resume with "
             "--resume auto."
         )
-        self.what = message
+        self.reason = message
         self.has_died = has_died
 
 
@@ -253,7 +253,7 @@ def load_in_order(
         except WorkersFailed as failure:
             if is_second_try or not failure.has_died:
                 raise
-            tqdm.write(f"{failure.what}. Restarting them once, from the same utterances.")
+            tqdm.write(f"{failure.reason}. Restarting them once, from the same utterances.")
             is_second_try = True
         except SharedMemoryFull as full:
             lacking_bytes = full.needed_bytes

@@ -308,13 +308,13 @@ class Rejections:
         self._most = most
         self._rows: dict[str, int] = {}
         self._broken: dict[str, dict[int, Rejection]] = {}
-        self._news: list[Rejection] = []
+        self._new: list[Rejection] = []
         self.count = 0
 
     def news(self) -> tuple[Rejection, ...]:
         """Return the rejections added by `add` since the last call, to be sent to the other ranks."""
-        new_rejections = tuple(self._news)
-        self._news = []
+        new_rejections = tuple(self._new)
+        self._new = []
         return new_rejections
 
     def begin(self, manifest: Manifest) -> None:
@@ -343,7 +343,7 @@ class Rejections:
             say(
                 f"Skipped: {rejection.audio_filepath} (row {rejection.row} of {rejection.manifest}): {rejection.reason}"
             )
-        self._news += new
+        self._new += new
         self._record(new)
 
     def _record(self, rejections: list[Rejection]) -> None:

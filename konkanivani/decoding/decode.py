@@ -52,18 +52,18 @@ class RuledScorer:
         self._rules = rules
         self._end = end
         self._length = 0
-        self._said: _Times | None = None  # set by the first `score`, which determines the number of hypotheses
+        self._times: _Times | None = None  # set by the first `score`, which determines the number of hypotheses
 
     def _history(self) -> "_Times":
         """Return the timestamps of the hypotheses so far; a RuntimeError before the first `score`."""
-        if self._said is None:
+        if self._times is None:
             raise RuntimeError("The first `score` must come before `follow` and `keep`.")
-        return self._said
+        return self._times
 
     def score(self) -> torch.Tensor:
         scores = self._scorer.score()
-        if self._said is None:
-            self._said = _Times.none(scores)
+        if self._times is None:
+            self._times = _Times.none(scores)
         if self._length == self._rules.most_tokens:
             return scores  # only the end token can follow here, and no rule forbids it
         forbidden = torch.zeros(scores.shape[2], dtype=torch.bool, device=scores.device)
@@ -77,11 +77,11 @@ class RuledScorer:
         self._scorer.follow(sources, tokens)
         self._length += 1
         if self._rules.times is not None:
-            self._said = self._history().followed(sources, tokens, self._rules.times, is_first=self._length == 1)
+            self._times = self._history().followed(sources, tokens, self._rules.times, is_first=self._length == 1)
 
     def keep(self, utterances: torch.Tensor) -> None:
         self._scorer.keep(utterances)
-        self._said = self._history().kept(utterances)
+        self._times = self._history().kept(utterances)
 
     def _apply_timestamp_rules(self, scores: torch.Tensor, rules: TimeRules) -> torch.Tensor:
         history = self._history()

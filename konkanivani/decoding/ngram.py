@@ -101,9 +101,9 @@ class _Reader:
         self._bytes_left = most_bytes
         self._row = 0
         self._silent = 0
-        self._known = {tokenizer.piece(token).encode(): token for token in range(tokenizer.size)}
+        self._token_by_word = {tokenizer.piece(token).encode(): token for token in range(tokenizer.size)}
         if tokenizer.special.blank is not None:
-            del self._known[tokenizer.piece(tokenizer.special.blank).encode()]
+            del self._token_by_word[tokenizer.piece(tokenizer.special.blank).encode()]
 
     def read(self) -> tuple[Ngrams, ...]:
         """Return all n-grams; text before \\data\\ and after \\end\\ is skipped."""
@@ -116,7 +116,9 @@ class _Reader:
             # Words of longer n-grams must be among the 1-grams.
             if order == 1:
                 vocabulary = set(orders[0].tokens[:, 0].tolist())
-                self._known = {word: token for word, token in self._known.items() if token in vocabulary}
+                self._token_by_word = {
+                    word: token for word, token in self._token_by_word.items() if token in vocabulary
+                }
             line = self._next_line()
             if not line.startswith(b"\\"):
                 raise self._error(f"it has more {order}-grams than the {count} in its header")
@@ -169,7 +171,7 @@ class _Reader:
         tokens = array("i")
         logarithms = array("d")
         backoffs = array("d")
-        token_by_word = self._known
+        token_by_word = self._token_by_word
         unknown = []
         for _ in range(count):
             fields = self._next_line().split()

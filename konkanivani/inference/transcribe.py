@@ -208,8 +208,8 @@ class _Progress:
 
     def __init__(self, recordings: Sequence[Recording], topology: Topology) -> None:
         self._topology = topology
-        self._held: list[Held] = []  # output of the current recording
-        self._kept: list[tuple[int, list[Held]]] = []
+        self._current_output: list[Held] = []  # output of the current recording
+        self._outputs: list[tuple[int, list[Held]]] = []
         # Durations are read from all headers only if there is a bar to show.
         is_shown = sys.stderr.isatty()
         self._seconds = {recording.path: _seconds(recording.path) for recording in recordings if is_shown}
@@ -224,20 +224,20 @@ class _Progress:
         # After an exception other ranks may not reach the collective below.
         if kind is not None or self._topology.is_single_process:
             return
-        of_all = [message for messages in gather(self._topology, self._kept) for message in messages]
+        of_all = [message for messages in gather(self._topology, self._outputs) for message in messages]
         for _, pieces in sorted(of_all, key=lambda message: message[0]):
             for text, is_error in pieces:
                 print(text, end="", file=sys.stderr if is_error else sys.stdout, flush=True)
 
     def end(self, number: int) -> None:
         """Finish the recording with this number."""
-        self._kept.append((number, self._held))
-        self._held = []
+        self._outputs.append((number, self._current_output))
+        self._current_output = []
 
     def write(self, text: str, stream: TextIO) -> None:
         """Write text without damage to the progress bar."""
         if not self._topology.is_single_process:
-            self._held.append((text, stream is sys.stderr))
+            self._current_output.append((text, stream is sys.stderr))
             return
         with self._bar.external_write_mode(file=stream):
             stream.write(text)

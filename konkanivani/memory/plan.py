@@ -128,7 +128,7 @@ class MemoryPlan:
 
     @property
     def has_memory_for_search(self) -> bool:
-        """Whether validation generates texts: the decoder of an offloaded model must fit in memory together with the batch."""
+        """Whether validation generates texts: an offloaded model's decoder and the batch must fit in memory."""
         return fits_search(self.placement, self.validation + self.context, self.budget)
 
     def fits_whole_model(self, weights: int) -> bool:

@@ -193,13 +193,13 @@ class Layers(NamedTuple):
 class WeightTransfer:
     """Names of a model's tensors: copied whole, cut from larger ones, and left as initialised."""
 
-    taken: tuple[str, ...]
+    copied: tuple[str, ...]
     cut: tuple[str, ...]
     left_out: tuple[str, ...]
 
     def summary(self) -> str:
         """Return one line per kind of transfer, for messages."""
-        lines = [f"loaded: {len(self.taken)} tensors", f"truncated to the new shape: {len(self.cut)} tensors"]
+        lines = [f"loaded: {len(self.copied)} tensors", f"truncated to the new shape: {len(self.cut)} tensors"]
         names = ", ".join(self.left_out[:6]) + (", …" if len(self.left_out) > 6 else "")
         return "\n".join(
             [

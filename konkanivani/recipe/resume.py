@@ -131,7 +131,7 @@ def _transfer_weights(
         full_model, weights, config.model, initial.tokenizer == tokenizer.model and not tuning.new_tokenizer
     )
     # If no encoder block fits, the shapes are too different for a useful transfer.
-    if not any(name.startswith("encoder.blocks") for name in transfer.taken + transfer.cut):
+    if not any(name.startswith("encoder.blocks") for name in transfer.copied + transfer.cut):
         raise UsageError(
             "No block of the --init_from checkpoint fits the model shape given: it may be smaller, never "
             "larger. Omit --preset and the model shape flags to use the checkpoint's shape, or omit "

@@ -54,7 +54,7 @@ class OrderedAccumulation:
         self._parameters = list(parameters)
         self._next = [0] * len(self._parameters)  # per parameter, the micro-batch whose gradient is added next
         self._passed = threading.Condition()
-        self._mine = threading.local()
+        self._thread_state = threading.local()
         self._is_abandoned = False
 
     @contextlib.contextmanager
@@ -75,7 +75,7 @@ class OrderedAccumulation:
     def turn(self, number: int) -> Iterator[None]:
         """Bind this thread to micro-batch `number`; at the end, release the turns of parameters without a gradient."""
         # Thread-local: hooks run in the thread that called backward(), since all tensors are on the CPU.
-        self._mine.number = number
+        self._thread_state.number = number
         yield
         # Parameters without a gradient in this micro-batch run no hook, so their turn is released here.
         for index in range(len(self._parameters)):
@@ -90,7 +90,7 @@ class OrderedAccumulation:
             self._passed.notify_all()
 
     def _wait(self, index: int, _gradient: torch.Tensor | None = None) -> None:
-        number = self._mine.number
+        number = self._thread_state.number
         # Checked without the lock first: only this thread can advance a turn that is its own.
         if self._next[index] != number or self._is_abandoned:
             with self._passed:

@@ -71,7 +71,7 @@ def test_blank_and_repeated_lines_are_dropped_and_counted(tmp_path):
     (tmp_path / "one.txt").write_text("एक\n\n  \nदोन\nएक\n", encoding="utf-8")
     (tmp_path / "two.txt").write_bytes("\ufeffदोन !\r\n तीन  चार\r\n".encode())
     sentences = read_sentences([str(tmp_path / "one.txt"), str(tmp_path / "two.txt")])
-    assert [(Path(line.file).name, line.row, line.text) for line in sentences.kept] == [
+    assert [(Path(line.file).name, line.row, line.text) for line in sentences.used] == [
         ("one.txt", 1, "एक"),
         ("one.txt", 4, "दोन"),
         ("two.txt", 2, "तीन चार"),

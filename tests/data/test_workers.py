@@ -52,7 +52,7 @@ def _load(fetcher: SlowThenKilledDataset) -> tuple[list[int], WorkersFailed | No
 def test_slow_items_before_a_crashing_item_are_returned(capsys):
     loaded_items, failure = _load(SlowThenKilledDataset(deaths=10))
     assert loaded_items == [0]
-    assert "waiting for item 1" in failure.what
+    assert "waiting for item 1" in failure.reason
 
 
 @pytest.mark.parametrize("deaths", [0, 1, 2])

@@ -51,7 +51,7 @@ def test_equal_shape_copies_all_weights():
     for weight in source.state_dict().values():
         weight.add_(1.0)
     transfer = transfer_weights(target, source.state_dict(), LARGE, is_same_vocabulary=True)
-    assert set(transfer.taken) == source.state_dict().keys() and not transfer.cut and not transfer.left_out
+    assert set(transfer.copied) == source.state_dict().keys() and not transfer.cut and not transfer.left_out
     assert all(torch.equal(w, source.state_dict()[name]) for name, w in target.state_dict().items())
 
 
@@ -66,11 +66,11 @@ def test_larger_model_skips_missing_weights_and_copies_the_rest():
     model = build(encoder_layers=5, feedforward_dim=256)
     transfer = transfer_weights(model, build().state_dict(), LARGE, is_same_vocabulary=True)
     assert {name.split(".")[2] for name in transfer.left_out if "feedforward" not in name} == {"4"}
-    assert "encoder.blocks.3.attention.output.weight" in transfer.taken
+    assert "encoder.blocks.3.attention.output.weight" in transfer.copied
     assert any("first_feedforward.expand" in name for name in transfer.left_out)
     wide = transfer_weights(build(d_model=64), build().state_dict(), LARGE, is_same_vocabulary=True)
-    assert not wide.cut and not any("blocks" in name for name in wide.taken)
-    assert "encoder.subsampling.first.weight" in wide.taken
+    assert not wide.cut and not any("blocks" in name for name in wide.copied)
+    assert "encoder.subsampling.first.weight" in wide.copied
 
 
 def test_copied_layers_are_evenly_spaced_with_first_and_last():

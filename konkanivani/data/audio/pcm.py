@@ -64,7 +64,7 @@ class PcmDecoder:
         check_format(raw)
         self._raw = raw
         self._waiting = b""
-        self._left: int | None = None  # bytes of samples that the header states; None to the end of the stream
+        self._remaining: int | None = None  # bytes of samples that the header states; None to the end of the stream
         self.format: PcmFormat | None = None
 
     def decode(self, data: bytes) -> np.ndarray:
@@ -77,14 +77,14 @@ class PcmDecoder:
             self._read_header(is_end=False)
         if self.format is None:
             return np.zeros((0, self._raw.channels), np.float32)
-        size = len(self._waiting) if self._left is None else min(len(self._waiting), self._left)
+        size = len(self._waiting) if self._remaining is None else min(len(self._waiting), self._remaining)
         size -= size % self.format.frame_bytes
         complete = self._waiting[:size]
         self._waiting = self._waiting[size:]
-        if self._left is not None:
-            self._left -= size
+        if self._remaining is not None:
+            self._remaining -= size
             # Chunks after the samples, such as tags, are not audio.
-            self._waiting = self._waiting[: self._left]
+            self._waiting = self._waiting[: self._remaining]
         return to_float(complete, self.format)
 
     def finish(self) -> np.ndarray:
@@ -114,7 +114,7 @@ class PcmDecoder:
             raise DataError("Standard input is a RIFF file other than WAV. Pipe WAV or raw PCM.")
         parsed = _parse_chunks(head)
         if parsed is not None:
-            self.format, self._left, begin = parsed
+            self.format, self._remaining, begin = parsed
             self._waiting = head[begin:]
         elif is_end or len(head) > MAX_HEADER:
             raise DataError("The WAV header on standard input is cut or has no samples. Pipe WAV or raw PCM.")

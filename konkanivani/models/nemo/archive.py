@@ -237,11 +237,11 @@ class Section:
             raise refused(path, f"its configuration has no {name}", "Use a file saved by NeMo")
         self._path = path
         self._name = name
-        self.left = dict(values)
+        self.unread = dict(values)
 
     def get(self, key: str, default: object = None) -> object:
         """Return the value of `key` and mark it as read, or return the default if the key is missing."""
-        return self.left.pop(key, default)
+        return self.unread.pop(key, default)
 
     def only(self, key: str, *built: Value) -> Value:
         """Return the value of `key`, which must be one of the supported values `built`; the first is the default."""
@@ -284,7 +284,7 @@ class Section:
 
     def finish(self) -> None:
         """Raise a CheckpointError if a key has not been read."""
-        for key, value in self.left.items():
+        for key, value in self.unread.items():
             reason = f"its {self._name}.{key!s:.80} is {value!r:.80}, which this version does not know"
             raise refused(self._path, reason, "Use another model, or a newer version")
 

@@ -313,7 +313,7 @@ def _tokenizers(section: Section, path: Path, has_masks: bool) -> dict[str, str]
         raise refused(path, f"{reason}, but only one softmax per language is supported", "Use another model")
     section.finish()
     files = {}
-    for language, values in Section(path, "tokenizer.langs", languages).left.items():
+    for language, values in Section(path, "tokenizer.langs", languages).unread.items():
         tokenizer = Section(path, f"tokenizer.langs.{language}", values)
         tokenizer.ignore("dir", "hf_kwargs")
         files[str(language)] = _tokenizer(tokenizer, path, str(tokenizer.get("type", "bpe")).lower())

@@ -303,13 +303,13 @@ FILTER_BANK = "preprocessor.featurizer.fb"
 
 @dataclass(frozen=True)
 class NemoImport:
-    """Result of an import; `left` describes the parts of the file that are not in the checkpoint."""
+    """Result of an import; `omitted` describes the parts of the file that are not in the checkpoint."""
 
     checkpoint: Checkpoint
     architecture: HybridArchitecture
     numbers: int
     provenance: Provenance
-    left: str
+    omitted: str
 
     def sentences(self) -> str:
         """Return a summary for the user."""
@@ -325,7 +325,7 @@ class NemoImport:
         return (
             f"Imported: {model.encoder_layers} blocks of dimension {model.d_model} and a CTC head, "
             f"{numbers}; {tokens}; {features.mel_bins} mel bins, "
-            f"{1000 * framing.encoder_hop // SAMPLE_RATE} ms per frame.\nNot imported: {self.left}.\nSource: "
+            f"{1000 * framing.encoder_hop // SAMPLE_RATE} ms per frame.\nNot imported: {self.omitted}.\nSource: "
             f"{origin.file}, {', '.join(origin_facts)}."
         )
 
