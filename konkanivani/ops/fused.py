@@ -434,7 +434,7 @@ def fuse_norms(model: torch.nn.Module) -> None:
 
 
 def fuse_blocks(model: torch.nn.Module, fuses_norms: bool) -> None:
-    """Replace blocks by twins that fuse residual additions with dropout, and with `fuses_norms` norms with projections."""
+    """Replace blocks by twins that fuse residual additions with dropout and optionally norms with projections."""
     kinds = {
         ConformerBlock: FusedConformerBlock,
         TransformerBlock: FusedTransformerBlock,
