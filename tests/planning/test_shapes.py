@@ -66,7 +66,7 @@ def test_negative_control_a_view_counted_as_new_memory_is_detected(monkeypatch):
 
 def test_negative_control_ignoring_layouts_of_kernels_is_detected(monkeypatch):
     expected = reference_peaks(half=True, is_card=False)
-    monkeypatch.setattr(tensors, "OF_THE_KERNEL", frozenset())
+    monkeypatch.setattr(tensors, "KERNEL_DEPENDENT", frozenset())
     assert trace_peaks(Shapes, True, False, monkeypatch) != expected
 
 
