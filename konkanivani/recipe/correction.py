@@ -45,11 +45,11 @@ class Corrector:
         for start in range(0, len(waiting), TEXTS_AT_ONCE):
             corrected += self._generate(waiting[start : start + TEXTS_AT_ONCE])
         in_order = iter(corrected)
-        found = []
+        results = []
         for text, of_text in zip(texts, windows, strict=True):
             outputs = [next(in_order) if is_read else window for window, is_read in of_text]
-            found.append(_within_limits(text, " ".join(outputs)) if text.strip() else text)
-        return found
+            results.append(_within_limits(text, " ".join(outputs)) if text.strip() else text)
+        return results
 
     def _windows(self, text: str) -> list[tuple[str, bool]]:
         """Return the text, or windows of its words, each with whether the model reads it whole (not a longer word)."""
@@ -66,8 +66,8 @@ class Corrector:
         assert reads_text(tokenizer)  # load_corrector accepts no other model
         limits = tokenizer.limits
         # The correction may be longer than the text.
-        most = min(limits.input_tokens, limits.target_tokens - limits.target_tokens // LONGER)
-        return bool(text.strip()) and tokenizer.count_input(tokenizer.normalize(text, "keep")) <= most
+        max_tokens = min(limits.input_tokens, limits.target_tokens - limits.target_tokens // LONGER)
+        return bool(text.strip()) and tokenizer.count_input(tokenizer.normalize(text, "keep")) <= max_tokens
 
     @torch.no_grad()
     def _generate(self, texts: list[str]) -> list[str]:
@@ -81,13 +81,13 @@ class Corrector:
 
 def load_corrector(path: str, device: str = "auto") -> Corrector:
     """Return the corrector of a checkpoint or a T5 folder; raise a UsageError for a model of speech."""
-    place = choose_device(device)
+    target_device = choose_device(device)
     if Path(path).is_file():
-        model = build_speech_model(read_checkpoint(path), place)
+        model = build_speech_model(read_checkpoint(path), target_device)
     else:
         settings = PretrainedConfig(pretrained=path)
         pretrained = read_pretrained(path)
-        model = build_pretrained_model(pretrained, pretrained.settled(settings), place)
+        model = build_pretrained_model(pretrained, pretrained.settled(settings), target_device)
     if not reads_text(model.tokenizer):
         raise UsageError(f"{path} is a model of speech. Give a checkpoint or folder of a T5 model.")
     return Corrector(model, greedy_decode(model.architecture, model.tokenizer))
@@ -107,17 +107,17 @@ def corrected_words(words: tuple[Word, ...], text: str, keep_confidence: float) 
     corrected: list[Word] = []
     matcher = SequenceMatcher(None, old_forms, new_forms, autojunk=False)
     for kind, first, last, start, end in matcher.get_opcodes():
-        olds = words[first:last]
+        old_words = words[first:last]
         if kind == "equal":
             # The same words: the correction's case and punctuation.
-            corrected += [replace(word, text=written) for word, written in zip(olds, new[start:end], strict=True)]
+            corrected += [replace(word, text=written) for word, written in zip(old_words, new[start:end], strict=True)]
             continue
-        is_sure = any(word.confidence is None or word.confidence >= keep_confidence for word in olds)
+        is_sure = any(word.confidence is None or word.confidence >= keep_confidence for word in old_words)
         is_small = _is_small_change("".join(old_forms[first:last]), "".join(new_forms[start:end]))
-        if kind == "insert" or is_sure or not is_small or end - start > len(olds) + MAX_INSERTED:
-            corrected += olds
+        if kind == "insert" or is_sure or not is_small or end - start > len(old_words) + MAX_INSERTED:
+            corrected += old_words
         elif kind == "replace":
-            corrected += _spread(olds, new[start:end])
+            corrected += _spread(old_words, new[start:end])
     return tuple(corrected)
 
 
@@ -133,16 +133,17 @@ def _within_limits(text: str, corrected: str) -> str:
     return " ".join(word.text for word in corrected_words(unsure, corrected, keep_confidence=1.0)) or text
 
 
-def _spread(olds: tuple[Word, ...], texts: list[str]) -> list[Word]:
+def _spread(old_words: tuple[Word, ...], texts: list[str]) -> list[Word]:
     """Return words with these texts over the time of the words that they replace."""
-    if len(olds) == len(texts):
-        return [replace(word, text=text) for word, text in zip(olds, texts, strict=True)]
-    begin = olds[0].start
-    each = (olds[-1].end - begin) / len(texts)
-    known = [word.confidence for word in olds if word.confidence is not None]
-    confidence = min(known, default=None)
+    if len(old_words) == len(texts):
+        return [replace(word, text=text) for word, text in zip(old_words, texts, strict=True)]
+    begin = old_words[0].start
+    word_seconds = (old_words[-1].end - begin) / len(texts)
+    confidences = [word.confidence for word in old_words if word.confidence is not None]
+    confidence = min(confidences, default=None)
     return [
-        Word(text, begin + number * each, begin + (number + 1) * each, confidence) for number, text in enumerate(texts)
+        Word(text, begin + number * word_seconds, begin + (number + 1) * word_seconds, confidence)
+        for number, text in enumerate(texts)
     ]
 
 
