@@ -30,7 +30,7 @@ ADVICE = {
     "_no_folder_message(path)",
     "self._languages_to_use(language)",
     "_remedy(capability)",
-    "_largest_preset(config, budget - beside)",
+    "_largest_preset(config, budget - other_memory)",
     "error",
     "loaded.error",
 }

@@ -187,8 +187,10 @@ def test_live_speech_is_decoded_at_one_temperature(vocabulary, monkeypatch):
     recognizer = scripted_recognizer(vocabulary, word, word)
     waveform = speech().numpy()
     attempts = []
-    decoded = FallbackDecode._decoded
-    monkeypatch.setattr(FallbackDecode, "_decoded", lambda self, *rest: attempts.append(1) or decoded(self, *rest))
+    decode_rows = FallbackDecode._decode_rows
+    monkeypatch.setattr(
+        FallbackDecode, "_decode_rows", lambda self, *rest: attempts.append(1) or decode_rows(self, *rest)
+    )
     live = for_live_speech(recognizer).transcribe(waveform)
     live_attempts = len(attempts)
     usual = recognizer.transcribe(waveform)
