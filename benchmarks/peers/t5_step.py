@@ -225,7 +225,9 @@ def compare(flags: Flags) -> str:
     if min(flags.rounds, flags.pairs, flags.inputs, flags.targets) < 1 or flags.pairs % 2:
         raise UsageError("--rounds, --inputs and --targets must be at least 1, and --pairs an even number.")
     if importlib.util.find_spec(THEIRS) is None:
-        raise UsageError("transformers, with which this compares, is not installed. Run: pip install -e .[test].")
+        raise UsageError(
+            "The package transformers, with which this compares, is not installed. Run: pip install -e .[test]."
+        )
     pythons = dict.fromkeys((OURS, THEIRS), Path(sys.executable))
     terms = T5Terms(flags.pairs, flags.inputs, flags.targets)
     results = race(ENTRIES, pythons, terms, flags.rounds, "benchmarks.peers.t5_step")
