@@ -53,7 +53,7 @@ class Flags:
     """Minimum silence between segments, in seconds."""
     corrector: str | None = None
     """Checkpoint or folder of a T5 model that corrects each segment; JSON keeps the raw text."""
-    keep_confidence: float = 0.9
+    keep_confidence: float = 0.95
     """With --corrector: leave words that the recogniser is this sure of, except their case and punctuation."""
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
     pretrained: PretrainedConfig = field(default_factory=PretrainedConfig)
