@@ -22,18 +22,16 @@ import importlib.util
 import json
 import os
 import statistics
-import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from benchmarks.measuring.fixed_step import peak_mib, warm_up
+from benchmarks.measuring.fixed_step import warm_up
 from benchmarks.peers.processes import OURS, Contestant, Entry, Result, race
-from benchmarks.peers.toolkits import peak_bytes
+from benchmarks.peers.toolkits import OwnStep, peak_bytes
+from benchmarks.peers.whisper_toolkits import fill
 from konkanivani.command_line import read_flags, run_script
 from konkanivani.config import DataConfig, LossConfig, MemoryConfig, OptimizerConfig, TrainConfig
-from konkanivani.console import MIB
 from konkanivani.data.batching import Example, same_size, split_into_micro_batches
 from konkanivani.data.text import SpecialTokens
 from konkanivani.errors import NumericsError, UsageError
@@ -44,7 +42,6 @@ from konkanivani.models.t5.folder import name_in_file
 from konkanivani.models.t5.model import T5Shape
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.optimizer_state import learning_rate
-from konkanivani.training.step import train_step
 
 THEIRS = "transformers"
 SMALL = T5Shape(512, 64, 6, 8, 8, 1024, 32_128)
@@ -52,7 +49,6 @@ SPECIAL = SpecialTokens(blank=None, unknown=None, start=0, end=1)
 FIRST_TOKEN = 2
 SCHEDULE = OptimizerConfig(learning_rate=1e-4, weight_decay=0.0)
 TOTAL_STEPS = 100  # for the learning-rate schedule
-DEVIATION = 0.02
 LOSS_SHARE = 0.001  # largest relative difference of the last losses
 
 
@@ -74,19 +70,8 @@ class T5Terms:
         return inputs, targets
 
 
-@torch.no_grad()
-def fill(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-    """Fill every matrix with random values that depend only on its name in the model's files."""
-    for name, parameter in parameters:
-        if parameter.dim() > 1:
-            drawn = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            parameter.copy_(torch.empty(parameter.shape).normal_(std=DEVIATION, generator=drawn))
-
-
-class KonkaniVani:
+class KonkaniVani(OwnStep):
     """`train_step`; the setting `recomputed` is --gradient_checkpointing always."""
-
-    version = "this tree"
 
     def __init__(self, entry: Entry, terms: T5Terms) -> None:
         together = terms.utterances // entry.micro_batches
@@ -108,22 +93,7 @@ class KonkaniVani:
         self.parts = build_step_parts(config, T5Architecture(SMALL), torch.device("cpu"), TOTAL_STEPS)
         fill((name_in_file(name, is_gated=True), value) for name, value in self.parts.model.named_parameters())
         self.parameters = sum(parameter.numel() for parameter in trained_parameters(self.parts.model))
-        self.steps = 0
         warm_up(self.parts, self.global_batch)
-
-    def step(self) -> float:
-        """Run one optimizer step; return the loss in nats per token."""
-        self.steps += 1
-        return train_step(self.parts, self.global_batch, self.steps).loss
-
-    def resident_peak_mib(self) -> float:
-        """Return the peak resident memory over all phases, in MiB."""
-        # The monitor resets VmHWM in each phase, so that it must be read from the monitor.
-        return self.parts.monitor.overall_peak_mib()
-
-    def peak_bytes(self) -> int:
-        """Return the peak of one more step, in bytes."""
-        return round(peak_mib(self.parts, self.global_batch) * MIB)
 
 
 class Transformers:

@@ -107,13 +107,34 @@ def model_of(terms: Terms) -> ModelConfig:
     return dataclasses.replace(PRESETS["original"], d_model=terms.width, dropout=terms.dropout)
 
 
-class KonkaniVani:
+class OwnStep:
+    """`train_step` of a subclass's `parts` on its `global_batch`, as a contestant that counts its `steps`."""
+
+    version = "this tree"
+    parts: StepParts
+    global_batch: GlobalBatch
+    steps = 0
+
+    def step(self) -> float:
+        """Run one optimizer step; return the loss in nats per token."""
+        self.steps += 1
+        return train_step(self.parts, self.global_batch, self.steps).loss
+
+    def resident_peak_mib(self) -> float:
+        """Return the peak resident memory over all phases, in MiB."""
+        # On a CPU, the monitor resets VmHWM in each phase, so that it must be read from the monitor.
+        return self.parts.monitor.overall_peak_mib()
+
+    def peak_bytes(self) -> int:
+        """Return the peak of one more step, in bytes."""
+        return round(peak_mib(self.parts, self.global_batch) * MIB)
+
+
+class KonkaniVani(OwnStep):
     """`train_step` on the preset `original`; the setting `recompute` is --gradient_checkpointing always.
 
     Within a limit, the fewest possible blocks are recomputed, as with --gradient_checkpointing auto.
     """
-
-    version = "this tree"
 
     def __init__(self, entry: Entry, terms: Terms) -> None:
         recompute = "always" if entry.setting == "recompute" else "never"
@@ -136,25 +157,10 @@ class KonkaniVani:
         architecture = architecture_of(config, VOCABULARY)
         self.parts = build_step_parts(config, architecture, device, TOTAL_STEPS, take_features_as_given)
         self.parameters = parameter_count(self.parts.model)
-        self.steps = 0
         warm_up(self.parts, self.global_batch)
         # After the warm-up: the optimizer state is part of the measured peak.
         if entry.limit_mib:
             self.parts = min_recomputed(self.parts, self.global_batch, entry.limit_mib)
-
-    def step(self) -> float:
-        """Run one optimizer step; return the loss in nats per token."""
-        self.steps += 1
-        return train_step(self.parts, self.global_batch, self.steps).loss
-
-    def resident_peak_mib(self) -> float:
-        """Return the peak resident memory over all phases, in MiB."""
-        # On a CPU, the monitor resets VmHWM in each phase, so that it must be read from the monitor.
-        return self.parts.monitor.overall_peak_mib()
-
-    def peak_bytes(self) -> int:
-        """Return the peak of one more step, in bytes."""
-        return round(peak_mib(self.parts, self.global_batch) * MIB)
 
 
 def min_recomputed(parts: StepParts, global_batch: GlobalBatch, limit_mib: int) -> StepParts:

@@ -16,11 +16,10 @@ import bootstrap
 import torch
 import torch.nn.functional as F
 
-from benchmarks.measuring.fixed_step import MAX_WARM_UP_STEPS, peak_mib, warm_up
+from benchmarks.measuring.fixed_step import MAX_WARM_UP_STEPS, warm_up
 from benchmarks.peers.processes import Contestant, Entry
-from benchmarks.peers.toolkits import peak_bytes
+from benchmarks.peers.toolkits import OwnStep, peak_bytes
 from konkanivani.config import DataConfig, LossConfig, MemoryConfig, OptimizerConfig, TrainConfig, TuningConfig
-from konkanivani.console import MIB
 from konkanivani.data.batching import Example, same_size, split_into_micro_batches
 from konkanivani.data.text import SpecialTokens
 from konkanivani.distributed import choose_device
@@ -34,7 +33,6 @@ from konkanivani.models.whisper.folder import name_in_file
 from konkanivani.models.whisper.model import WhisperShape
 from konkanivani.training.build_step import StateLayout, build_step_parts
 from konkanivani.training.optimizer_state import learning_rate
-from konkanivani.training.step import train_step
 
 if TYPE_CHECKING:
     # Imported in functions: the other process of the race must not load it.
@@ -145,10 +143,8 @@ PLACEMENTS = {
 }
 
 
-class KonkaniVani:
+class KonkaniVani(OwnStep):
     """`train_step` with all blocks recomputed and `together` utterances per micro-batch."""
-
-    version = "this tree"
 
     def __init__(self, entry: Entry, terms: WhisperTerms) -> None:
         config = dataclasses.replace(
@@ -171,13 +167,7 @@ class KonkaniVani:
         # Both sides get equal weights, since both derive them from the names in the checkpoint files.
         fill(_named_as_in_files(self.parts.model))
         self.parameters = sum(parameter.numel() for parameter in trained_parameters(self.parts.model))
-        self.steps = 0
         warm_up(self.parts, self.global_batch)
-
-    def step(self) -> float:
-        """Run one optimizer step; return the loss in nats per label."""
-        self.steps += 1
-        return train_step(self.parts, self.global_batch, self.steps).loss
 
     def features(self) -> float:
         """Compute only the features of the step; return their mean."""
@@ -187,15 +177,6 @@ class KonkaniVani:
             made, _ = self.parts.forward.front_end(batch.waveforms, batch.sample_lengths, None)
             means.append(made.mean())
         return float(torch.stack(means).mean())
-
-    def resident_peak_mib(self) -> float:
-        """Return the peak resident memory over all phases, in MiB."""
-        # On a CPU, the monitor resets VmHWM in each phase, so that it must be read from the monitor.
-        return self.parts.monitor.overall_peak_mib()
-
-    def peak_bytes(self) -> int:
-        """Return the peak of one more step, in bytes."""
-        return round(peak_mib(self.parts, self.global_batch) * MIB)
 
 
 def _named_as_in_files(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
