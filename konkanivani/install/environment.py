@@ -263,12 +263,15 @@ class Venv:
         return os.path.realpath(sys.prefix) == os.path.realpath(self.folder)
 
     def read_stamp(self) -> Stamp | None:
-        """Return the record of the last set-up; None if it is damaged, of another folder or absent."""
+        """Return the record of the last set-up; None if it is damaged, of another checkout or absent."""
+        stamp = self._read_any_stamp()
+        return stamp if stamp is not None and stamp.root == str(self.root) else None
+
+    def _read_any_stamp(self) -> Stamp | None:
         try:
-            stamp = Stamp(**json.loads(self.stamp.read_text(encoding="utf-8")))
+            return Stamp(**json.loads(self.stamp.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return None
-        return stamp if stamp.root == str(self.root) else None
 
     def missing(self, extras: Collection[str]) -> list[str] | None:
         """Return the requirements that are missing; None if the environment's Python or pip does not start."""
@@ -312,7 +315,7 @@ class Venv:
     @contextlib.contextmanager
     def locked(self) -> Iterator[IO[str]]:
         """Hold the lock and yield its open file; print a line if another process holds it."""
-        self.folder.mkdir(exist_ok=True)
+        self.folder.resolve().mkdir(exist_ok=True)  # .venv may be a link to a folder on a larger disk
         # The lock file is never deleted: a waiting process would lock the deleted one.
         with self.lock.open("a") as lock:
             try:
@@ -341,6 +344,8 @@ class Venv:
                 say(choice.notice)
         needs_torch = not has_torch or not (is_kept or (stamp is not None and stamp.installed == build.name))
         self.check_disk(shutil.disk_usage(self.folder).free, build.disk_bytes if needs_torch else GIB // 2)
+        if missing is None:
+            self.check_owner()
         self.unfinished.touch()
         if missing is None:
             self.create()
@@ -392,7 +397,7 @@ class Venv:
         python = getattr(sys, "_base_executable", sys.executable) if self.is_running() else sys.executable
         say(f"[1/4] Creating the environment {self.folder} with Python {sys.version.split()[0]}")
         reason = "it has no ensurepip or virtualenv, and uv is not on PATH"
-        command = creating_command(python, self.folder)
+        command = creating_command(python, self.folder.resolve())  # venv refuses a link to a folder
         if command:
             process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             reason = str(explain_failure(process.stdout, self.root))
@@ -401,6 +406,15 @@ class Venv:
             raise SetupError(
                 f"The Python at {python} could not create an environment ({reason}): install its venv package (on "
                 f"Debian and Ubuntu: apt install python{version}-venv) or uv"
+            )
+
+    def check_owner(self) -> None:
+        """Raise SetupError if .venv is a link to the environment of another checkout that still exists."""
+        stamp = self._read_any_stamp() if self.folder.is_symlink() else None
+        if stamp is not None and stamp.root != str(self.root) and Path(stamp.root, ".venv").exists():
+            raise SetupError(
+                f"{self.folder} is a link to the environment of {stamp.root}, which would be emptied: remove the "
+                "link, so that this checkout gets its own"
             )
 
     def clear(self) -> None:

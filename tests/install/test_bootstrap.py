@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -275,6 +276,31 @@ class TestStamp:
             venv.write_stamp(Stamp("default", "default", "/elsewhere"))
             venv.install({"test"}, DEFAULT, lock)
         assert len(created) == 2 and venv.read_stamp() == Stamp("default", "default", str(venv.root))
+
+    def test_link_to_a_folder_is_followed(self, venv, monkeypatch, tmp_path, calls):
+        disk = tmp_path / "disk"
+        shutil.rmtree(venv.folder)
+        venv.folder.symlink_to(disk)
+        created = []
+        monkeypatch.setattr(
+            subprocess, "run", lambda command, **_: created.append(command) or SimpleNamespace(stdout="")
+        )
+        monkeypatch.setattr(Venv, "missing", lambda *_: [] if created else None)
+        with venv.locked() as lock:
+            venv.install({"test"}, DEFAULT, lock)
+        assert created[0][-1] == str(disk.resolve()) and calls and venv.is_ready({"test"}, DEFAULT)
+
+    def test_link_to_the_environment_of_another_checkout_is_left_alone(self, venv, tmp_path, calls):
+        other = tmp_path / "other" / ".venv"
+        other.mkdir(parents=True)
+        (other / "pyvenv.cfg").touch()
+        shutil.rmtree(venv.folder)
+        venv.folder.symlink_to(other)
+        venv.write_stamp(Stamp("default", "default", str(other.parent)))
+        before = sorted(other.iterdir())
+        with venv.locked() as lock, pytest.raises(SetupError, match="a link to the environment of .*: remove the link"):
+            venv.install({"test"}, DEFAULT, lock)
+        assert sorted(other.iterdir()) == sorted([*before, venv.lock.resolve()]) and not calls
 
     def test_second_setup_waits_for_first_and_installs_nothing(self, venv, monkeypatch, capsys, calls):
         venv.stamp.unlink()
