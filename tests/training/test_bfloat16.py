@@ -179,7 +179,8 @@ def test_training_loss_follows_fp32(kind):
     )
     losses, exact = trained(parts, range(15)), trained(parts_of(kind, "fp32"), range(15))
     assert losses[0] == pytest.approx(exact[0], rel=1e-2) and exact[-1] < 0.7 * exact[0]
-    assert losses[-1] == pytest.approx(exact[-1], rel=0.1)
+    # Mean of one pass over the three batches: the loss of a single step depends on the order of additions of a CPU.
+    assert sum(losses[-3:]) == pytest.approx(sum(exact[-3:]), rel=0.1)
 
 
 @pytest.mark.parametrize("mode", ["encoder", "LoRA"])
