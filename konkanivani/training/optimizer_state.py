@@ -10,14 +10,12 @@ All optimizer state is allocated in advance. `RateSchedule` covers runs whose le
 import contextlib
 import dataclasses
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.adamw import adamw
 
 from konkanivani.checkpoints.checkpoint import Stateful
@@ -28,8 +26,12 @@ from konkanivani.memory.plan import STATE_BYTES
 from konkanivani.models.asr import SpeechNetwork, parameter_count
 from konkanivani.models.fine_tuning import VOCAB_DEPENDENT_PREFIXES
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
 # --------------------
 # Sharding of weights, gradients and optimizer state over the ranks with FSDP2, for models too large for one GPU.
+# FSDP2 and DTensor take 2 s of CPU time to import, which only a sharded run spends.
 
 
 def shard_model(model: SpeechNetwork, topology: Topology, device: torch.device) -> None:
@@ -38,6 +40,9 @@ def shard_model(model: SpeechNetwork, topology: Topology, device: torch.device) 
     Layers outside of the blocks (embedding, heads, norms) are gathered once per pass and kept until its backward pass
     ends.
     """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
     mesh = init_device_mesh(device.type, (topology.world_size,))
     # Blocks first: the call on the whole model then only takes the parameters that are left.
     for block in model.blocks:
@@ -64,10 +69,15 @@ def bytes_per_rank(model: SpeechNetwork, world_size: int) -> int:
 
 def is_sharded(model: torch.nn.Module) -> bool:
     """Return whether the weights of the model are sharded over the ranks."""
-    return isinstance(model, FSDPModule)
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # imported when a model is sharded
+    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
 
 
-def _shards(model: torch.nn.Module) -> list[FSDPModule]:
+def _shards(model: torch.nn.Module) -> "list[FSDPModule]":
+    if not is_sharded(model):
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
@@ -112,6 +122,8 @@ class FullState:
         return self._part.load_state_dict({name: _shard_like(value, own.get(name)) for name, value in state.items()})
 
     def _gather(self, value: object) -> object:
+        from torch.distributed.tensor import DTensor
+
         if not isinstance(value, DTensor):
             return value
         with raise_rank_lost():
@@ -122,6 +134,8 @@ class FullState:
 
 def _shard_like(value: object, like: object) -> object:
     """Return this rank's shard of a whole tensor if `like` is sharded and has its shape, else `value`."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
     if not (isinstance(like, DTensor) and isinstance(value, torch.Tensor) and value.shape == like.shape):
         return value
     value = value.to(like.device, like.dtype)
@@ -247,9 +261,14 @@ class AdamW(Optimizer):
 
     def new_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """Return both moments, in the memory format of the parameter."""
-        # The fused kernel expects the strides of the parameter.
-        moments = {kind: torch.zeros_like(parameter, memory_format=torch.preserve_format) for kind in MOMENTS}
-        return super().new_state(parameter) | moments
+        return super().new_state(parameter) | {kind: self._zeros(parameter) for kind in MOMENTS}
+
+    @staticmethod
+    def _zeros(parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Return zeros with the strides of the parameter, which the fused kernel expects."""
+        if parameter.is_meta:  # zeros_like would import sympy for its strides: a second of CPU time
+            return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
     @torch.no_grad()
     def step(self) -> None:
