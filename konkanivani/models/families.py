@@ -11,7 +11,7 @@ from konkanivani.config import PretrainedConfig, TrainConfig, TuningConfig
 from konkanivani.errors import CheckpointError, UsageError
 from konkanivani.models.architecture import Architecture
 from konkanivani.models.model_files import CONFIG, read_json
-from konkanivani.models.t5 import export as t5
+from konkanivani.models.t5 import folder as t5
 from konkanivani.models.t5 import vocabulary as t5_tokens
 from konkanivani.models.t5.architecture import T5Architecture
 from konkanivani.models.t5.folder import MODEL_TYPES, read_t5_architecture

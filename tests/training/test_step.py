@@ -85,7 +85,8 @@ print(*(name in sys.modules for name in ("torch._dynamo", "triton", "sympy", "to
 
 
 @pytest.mark.parametrize(
-    ("before", "loaded"), [("", "False False False False"), ("import torch\ntorch.optim.AdamW([torch.ones(1)])", "True")]
+    ("before", "loaded"),
+    [("", "False False False False"), ("import torch\ntorch.optim.AdamW([torch.ones(1)])", "True")],
 )
 def test_step_does_not_import_the_pytorch_compiler(before, loaded, torch_only_parent):
     """It takes 100 MB, and sympy and FSDP 3 s of CPU time; the negative control imports torch's own optimizer class."""
