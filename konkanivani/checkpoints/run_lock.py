@@ -60,7 +60,7 @@ class RunLock:
 
 
 @contextlib.contextmanager
-def given_up_if_refused(*locks: RunLock | None) -> Iterator[None]:
+def remove_folders_on_error(*locks: RunLock | None) -> Iterator[None]:
     """Remove the folders that the locks created if the block raises, unless they contain other files by then."""
     try:
         yield

@@ -47,7 +47,7 @@ class Pretrained(Protocol):
     def path(self) -> Path:
         """Path of the folder."""
 
-    def settled(self, config: PretrainedConfig) -> PretrainedConfig:
+    def complete_settings(self, config: PretrainedConfig) -> PretrainedConfig:
         """Return the settings with unset values replaced by the folder's."""
 
     def architecture(self, tuning: TuningConfig, config: PretrainedConfig) -> Architecture:

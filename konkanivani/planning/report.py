@@ -128,7 +128,7 @@ class PlanRequest:
         fits = planner.peak(BatchShape(1, window, self.tokens(window)), self.policy) <= planner.budget
         return window if fits else 0.0
 
-    def tell(self, result: str) -> None:
+    def print_result(self, result: str) -> None:
         """Report an intermediate result on stderr; the answer itself goes to stdout."""
         policy = "keeping activations" if self.mode == "never" else "recomputing all"
         # A single write, since two processes share stderr.
@@ -352,9 +352,9 @@ def answer(request: PlanRequest) -> Answer:
         unit = request.architecture.framing.unit.name
         for length in request.lengths:
             buckets.append(planner.largest_batch(length, request.tokens(length), policy, MAX_UTTERANCES))
-            request.tell(f"micro-batch of {buckets[-1].utterances} utterances of {length:g} {unit}")
+            request.print_result(f"micro-batch of {buckets[-1].utterances} utterances of {length:g} {unit}")
         longest = request.longest_utterance(planner)
-    request.tell(f"the longest utterance, {longest:g} {unit}")
+    request.print_result(f"the longest utterance, {longest:g} {unit}")
     return Answer(request.mode, tuple(buckets), longest)
 
 
@@ -402,7 +402,7 @@ def _cells(request: PlanRequest, budgets: tuple[float, ...]) -> list[str]:
             largest_batch = planner.largest_batch(10.0, request.tokens(10.0), policy, MAX_UTTERANCES).utterances
             longest = request.longest_utterance(planner)
             cells.append(f"{largest_batch}{'+' if largest_batch == MAX_UTTERANCES else ''} / {longest:g}")
-            request.tell(f"{gib:g} GiB, {cells[-1]}")
+            request.print_result(f"{gib:g} GiB, {cells[-1]}")
     return cells
 
 

@@ -45,7 +45,7 @@ from konkanivani.recipe.resume import (
     settle_stages,
     stateful_parts,
     take_checkpoint_folder,
-    whole_model,
+    unsharded_model,
 )
 from konkanivani.recipe.run_data import RunData, build_speech, loader_config, more_tokens
 from konkanivani.recipe.run_folders import listing_rejected, make_run_directory, open_logs
@@ -88,7 +88,7 @@ def build_planned_step(
     step = build_step_parts(config, architecture, device, total_steps, layout=layout, passes=passes)
     if start.pretrained is not None:
         # The whole model is loaded on every rank, then sharded.
-        load_base(start.pretrained, full_model := whole_model(start, step))
+        load_base(start.pretrained, full_model := unsharded_model(start, step))
         if full_model is not step.model:
             FullState(step.model, topology).load_state_dict(full_model.state_dict())
     return (keep_to_plan(step, plan, resident_before) if plan else step), plan
@@ -178,7 +178,7 @@ def _plan_sentence(config: TrainConfig, plan: MemoryPlan | None, planner: EpochP
     return f"{steps} of {count(config.global_batch_size, 'utterance')} per epoch, {cut}"
 
 
-def tell_plan(config: TrainConfig, step: StepParts, speech: TrainDataset, planner: EpochPlanner) -> None:
+def print_plan(config: TrainConfig, step: StepParts, speech: TrainDataset, planner: EpochPlanner) -> None:
     amount = step.architecture.framing.unit.total(float(planner.durations.sum()))
     cut = f"{config.data.batch_size} x {config.data.gradient_accumulation_steps}"
     cut = str(config.global_batch_size) if config.data.batch_size == "auto" else cut
@@ -229,7 +229,7 @@ def build_run(start: Start, report: Report = silent) -> Run:
         # The schedule of a resumed run depends on the state just loaded.
         step = replace(step, rates=schedule_rates(start, config, planner, state))
     learn_sizes(config, step)
-    tell_plan(config, step, speech.train, planner)
+    print_plan(config, step, speech.train, planner)
     limits = micro_batch_limits(config, step, plan)
     learn_shapes(config, step, speech.train, planner, limits)
     # From here on, files of an earlier run are moved: all checks have passed.

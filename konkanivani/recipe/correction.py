@@ -87,7 +87,7 @@ def load_corrector(path: str, device: str = "auto") -> Corrector:
     else:
         settings = PretrainedConfig(pretrained=path)
         pretrained = read_pretrained(path)
-        model = build_pretrained_model(pretrained, pretrained.settled(settings), target_device)
+        model = build_pretrained_model(pretrained, pretrained.complete_settings(settings), target_device)
     if not reads_text(model.tokenizer):
         raise UsageError(f"{path} is a model of speech. Give a checkpoint or folder of a T5 model.")
     return Corrector(model, greedy_decode(model.architecture, model.tokenizer))

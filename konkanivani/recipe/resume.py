@@ -70,7 +70,7 @@ def check_corpus(start: Start, corpus: Fingerprint) -> None:
     )
 
 
-def whole_model(start: Start, step: StepParts) -> torch.nn.Module:
+def unsharded_model(start: Start, step: StepParts) -> torch.nn.Module:
     """Return the step's model, or an unsharded copy of its architecture on the CPU if it is sharded."""
     if not is_sharded(step.model):
         return step.model
@@ -96,7 +96,7 @@ def load_weights(
         change = None if remembered is None else remembered.change_to(corpus)
         _fit_cursor(state, start.resumed, planner, change)
     if start.initial:
-        full_model = whole_model(start, step)
+        full_model = unsharded_model(start, step)
         # The rules of the flags reject --init_from with --pretrained.
         assert isinstance(full_model, KonkaniVaniASR)
         _transfer_weights(start.initial, start.config.tuning, stateful["model"], full_model, tokenizer)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from konkanivani.checkpoints.checkpoint import PRETRAINED_STATE, Checkpoint, read_checkpoint
 from konkanivani.checkpoints.checkpointer import Checkpointer
-from konkanivani.checkpoints.run_lock import RunLock, check_nobody_works, given_up_if_refused
+from konkanivani.checkpoints.run_lock import RunLock, check_nobody_works, remove_folders_on_error
 from konkanivani.config import AUTO, RunConfig, TrainConfig
 from konkanivani.console import Report, count, duration_words, say, silent
 from konkanivani.distributed import ALONE, Topology, broadcast_from_rank0, choose_device, choose_precision
@@ -148,7 +148,7 @@ def _start_in_folders(
     pretrained: Pretrained | None = None,
 ) -> Start:
     """Choose and lock the log folder, and return the start; on failure, remove the folders that were created."""
-    with given_up_if_refused(lock):
+    with remove_folders_on_error(lock):
         logs = take_log_folder(config.run, config_from_text(resumed.config).run if resumed else None)
     locks = tuple(held_lock for held_lock in (lock, logs.lock) if held_lock)
     return Start(dataclasses.replace(config, run=logs.run), locks, resumed, path, initial, pretrained)
@@ -195,7 +195,7 @@ def _resume_newest(command_line: CommandLine, report: Report) -> Start:
     folder = command_line.config.run.checkpoint_dir
     lock = _take_folder(run)
     # The lock is taken before the read: another process could otherwise save or prune checkpoints meanwhile.
-    with given_up_if_refused(lock):
+    with remove_folders_on_error(lock):
         newest = Checkpointer(folder, run.keep_checkpoints).read_newest_sound(sets_aside=not run.dry_run)
         if newest is not None:
             return _resume(command_line, *newest, report, lock)
@@ -277,7 +277,7 @@ def start_pretrained(command_line: CommandLine) -> tuple[TrainConfig, Pretrained
     pretrained = read_pretrained(located.path)
     # The branch may move on: checkpoints store the commit, and a resumed run reads that.
     pinned = dataclasses.replace(config.pretrained, revision=located.commit)
-    config = dataclasses.replace(config, pretrained=pretrained.settled(pinned))
+    config = dataclasses.replace(config, pretrained=pretrained.complete_settings(pinned))
     is_text = pretrained.architecture(config.tuning, config.pretrained).framing.unit == TOKENS
     check_input_flags(command_line.explicit, is_text)
     if is_text:

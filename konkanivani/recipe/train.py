@@ -19,7 +19,7 @@ import torch
 from konkanivani.checkpoints.averaging import check_equal, relative_difference
 from konkanivani.checkpoints.checkpoint import load_states, read_checkpoint, write_checkpoint
 from konkanivani.checkpoints.checkpointer import LAST
-from konkanivani.checkpoints.run_lock import RunLock, given_up_if_refused
+from konkanivani.checkpoints.run_lock import RunLock, remove_folders_on_error
 from konkanivani.command_line import ignore_lost_output, silence_output
 from konkanivani.config import TrainConfig
 from konkanivani.console import MIB, StageClock, count, duration_words, say
@@ -81,7 +81,7 @@ def build_in_ranks(command_line: CommandLine, topology: Topology) -> Run:
             topology, {"flags": digest_of_flags(command_line.config), "code": digest_of_code(), "devices": device}
         )
     start = resolve_start(command_line, topology=topology)
-    with given_up_if_refused(*start.locks):
+    with remove_folders_on_error(*start.locks):
         # After resolve_start: a resumed checkpoint may supply the manifests.
         if not topology.is_single_process:
             check_same(topology, {"data": digest_of_data(start.config)})

@@ -331,7 +331,7 @@ def validate_initial_weights(run: Run, interruptible: Callable[[], AbstractConte
 def finish_epoch(run: Run, interruptible: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
     """Validate the epoch just consumed; return whether it is the best so far (by CER, else by loss)."""
     if run.data.validation is None:
-        tell_failures(run, run.state.learning(run.step.total_steps))
+        print_failures(run, run.state.learning(run.step.total_steps))
         # Without validation every epoch counts as the best one.
         return run.state.finish_epoch(float(-run.state.epoch), ScoreKind.EPOCH)
     with interruptible():
@@ -339,7 +339,7 @@ def finish_epoch(run: Run, interruptible: Callable[[], AbstractContextManager[No
     score = evaluation.rates.cer
     learning = run.state.learning(run.step.total_steps, score, evaluation.blank_share)
     log_validation(run, evaluation, learning)
-    tell_failures(run, learning)
+    print_failures(run, learning)
     run.logs.progress.lap()  # validation is not training time
     # The CER is NaN if no reference has a character, or without a search.
     if math.isnan(score):
@@ -347,11 +347,11 @@ def finish_epoch(run: Run, interruptible: Callable[[], AbstractContextManager[No
     return run.state.finish_epoch(score, ScoreKind.CER)
 
 
-def tell_failures(run: Run, learning: EpochLearning) -> None:
+def print_failures(run: Run, learning: EpochLearning) -> None:
     """Print warnings if the run does not learn."""
     if run.topology.is_first:
         for failure in failures(learning, run.step.architecture.framing.unit):
-            run.logs.progress.tell(f"warning: {failure}")
+            run.logs.progress.print_line(f"warning: {failure}")
 
 
 def check_numerics(run: Run, report: StepReport) -> None:

@@ -335,7 +335,7 @@ class Progress:
         self._bar.set_postfix_str(postfix, refresh=False)
         self._bar.update(0 if report.is_skipped else 1)
 
-    def tell(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line above the bar."""
         self._bar.write(line)
 

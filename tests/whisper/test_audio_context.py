@@ -216,7 +216,7 @@ def test_flag_overrides_folder_and_checkpoint_stores_audio_context(whisper_folde
     ):
         config = PretrainedConfig(pretrained=str(folder), audio_context=flag)
         pretrained = PretrainedWhisper(read_whisper_folder(folder))
-        assert pretrained.settled(config).audio_context == expected
+        assert pretrained.complete_settings(config).audio_context == expected
         assert pretrained.architecture(TuningConfig(), config).audio_context == expected
         assert planned_architecture(TrainConfig(pretrained=config)).audio_context == expected
     write_whisper_folder(read_whisper_folder(marked), base.weights(), tmp_path / "back", "window")

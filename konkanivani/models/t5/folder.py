@@ -245,7 +245,7 @@ MAX_SPARE_ROWS = 256
 class PretrainedT5(PretrainedFolder[T5Folder]):
     """T5 model in a folder; implements `Pretrained`."""
 
-    def settled(self, config: PretrainedConfig) -> PretrainedConfig:
+    def complete_settings(self, config: PretrainedConfig) -> PretrainedConfig:
         """Return the settings with default limits for unset ones."""
         limits = limits_of(config)
         return dataclasses.replace(config, max_input_tokens=limits.input_tokens, max_target_tokens=limits.target_tokens)

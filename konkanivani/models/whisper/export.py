@@ -225,7 +225,7 @@ LORA_RATE = 1e-3  # high, since LoRA's products start at zero
 class PretrainedWhisper(PretrainedFolder[WhisperFolder]):
     """Whisper model in a folder; implements `Pretrained`."""
 
-    def settled(self, config: PretrainedConfig) -> PretrainedConfig:
+    def complete_settings(self, config: PretrainedConfig) -> PretrainedConfig:
         """Return the settings with the folder's audio context if they name none."""
         return dataclasses.replace(config, audio_context=self._audio_context(config))
 
