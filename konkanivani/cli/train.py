@@ -26,9 +26,11 @@ def main(arguments: list[str]) -> str:
     """Train, then score the test manifest if there is one; return the result as one line of JSON."""
     with print_on_local_rank0():
         command_line = parse_args(arguments, description=__doc__)  # usage errors do not wait for torch
-    from konkanivani.recipe.train import dry_run, train_and_report
-
     if command_line.config.run.dry_run:
+        from konkanivani.recipe.dry_run import dry_run
+
         with print_on_local_rank0():
             return dry_run(command_line)
+    from konkanivani.recipe.train import train_and_report
+
     return train_and_report(command_line)

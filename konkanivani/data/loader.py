@@ -7,7 +7,6 @@ by default.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import mmap
 import os
@@ -81,7 +80,7 @@ class Packed(Generic[Value]):
         return cast("Value", self.hollow.with_each(lambda place: place.of(self.memory)))
 
     def with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed[Value]:
-        return dataclasses.replace(self, memory=change(self.memory))
+        return replace(self, memory=change(self.memory))
 
 
 class SharedMemoryFull(Exception):

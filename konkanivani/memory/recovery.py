@@ -6,7 +6,7 @@ batch (`Objective.total`). With dropout, halved micro-batches draw other masks o
 With sharded weights, all ranks exit if one of them runs out of memory; the newest checkpoint then predates the failure
 and does not contain it. The restarted run reads these files and uses smaller micro-batches. Each rank writes its own
 file (`write_sizes`), because ranks may be on different machines; `recipe/train.py` writes it, and
-`recipe/build.py` reads all of them.
+`recipe/planned_step.py` reads all of them.
 """
 
 import dataclasses

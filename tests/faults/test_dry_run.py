@@ -28,9 +28,9 @@ from konkanivani.errors import (
 )
 from konkanivani.files import scratch_folder
 from konkanivani.flags import parse_args
-from konkanivani.recipe import train as dry
+from konkanivani.recipe import dry_run as dry
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.train import dry_run
+from konkanivani.recipe.dry_run import dry_run
 from konkanivani.training.loop import train
 from tests.conftest import ROOT, TRAINER, Corpus, checked, read_log, run_folders, run_trainer, write_corpus
 from tests.faults.process_start import flush_each_line

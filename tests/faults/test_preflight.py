@@ -312,8 +312,8 @@ def test_each_stage_fails_before_the_next_one_starts(corpus, tmp_path, monkeypat
         "flags": ("konkanivani.recipe.startup.check_paths",),
         "paths": ("konkanivani.recipe.startup.check_disk", "konkanivani.recipe.startup.RunLock"),
         "disk": ("konkanivani.recipe.startup.RunLock", "konkanivani.recipe.build.build_speech"),
-        "data": ("konkanivani.recipe.build.plan_memory", "konkanivani.recipe.build.build_step_parts"),
-        "plan": ("konkanivani.recipe.build.build_step_parts",),
+        "data": ("konkanivani.recipe.planned_step.plan_memory", "konkanivani.recipe.planned_step.build_step_parts"),
+        "plan": ("konkanivani.recipe.planned_step.build_step_parts",),
     }
     for stage, flags, kind in wrong:
         with monkeypatch.context() as patch:

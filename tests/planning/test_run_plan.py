@@ -21,9 +21,9 @@ from konkanivani.planning import plan as run_plan
 from konkanivani.planning.plan import bucket_edges
 from konkanivani.planning.sizes import ONE_RANK
 from konkanivani.planning.traces import build_tracer
-from konkanivani.recipe import train as training_recipe
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.train import is_rehearsed, rehearse
+from konkanivani.recipe.train import is_rehearsed
+from konkanivani.training import rehearsal
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
 from tests.conftest import TINY_MODEL, Corpus, checked, read_log, run_folders, run_trainer
@@ -199,11 +199,11 @@ def test_run_with_a_rehearsal_equals_a_run_without_one_bit_for_bit(corpus, tmp_p
 def test_negative_control_a_rehearsal_that_is_not_undone_changes_the_weights(corpus, tmp_path, monkeypatch):
     run = build_tiny_run(corpus, tmp_path, "--batch_size", "auto", "--memory_budget", "480MiB")
     before = {name: tensor.clone() for name, tensor in run.step.model.state_dict().items()}
-    tried = rehearse(run)
+    tried = rehearsal.rehearse(run)
     assert all(torch.equal(before[name], tensor) for name, tensor in run.step.model.state_dict().items())
     assert tried[0].name == "the longest utterances" and tried[-1].name == "validation"
-    monkeypatch.setattr(training_recipe, "NOT_RESTORED", ("model", "optimizer", "progress", "splits"))
-    rehearse(run)
+    monkeypatch.setattr(rehearsal, "KEPT", ("model", "optimizer", "progress", "splits"))
+    rehearsal.rehearse(run)
     assert not all(torch.equal(before[name], tensor) for name, tensor in run.step.model.state_dict().items())
 
 
