@@ -421,7 +421,6 @@ def config_of(flags: StepsFlags) -> TrainConfig:
 
 
 START = "start"  # subcommand of the process of a start
-LATER_STARTS = 3
 WORDS = "quick brown fox jumps over lazy dogs tabs spaces around".split()  # of letters that the test's tokenizer has
 
 
@@ -431,6 +430,8 @@ class RowsFlags:
 
     rows: tuple[int, ...] = (1_000, 100_000)
     """Rows of each manifest."""
+    later_starts: int = 3
+    """Starts after the first one, of which the medians are printed."""
     folder: str | None = None
     """Folder for the manifests, which are removed at the end (None: a temporary folder)."""
 
@@ -439,12 +440,14 @@ def measure_rows(flags: RowsFlags) -> str:
     """Return one line of JSON per manifest; sizes and memory in MiB."""
     if not flags.rows or min(flags.rows) < 1:
         raise UsageError("--rows must be one or more numbers above 0.")
+    if flags.later_starts < 1:
+        raise UsageError("--later_starts must be at least 1.")
     found = []
     with tempfile.TemporaryDirectory(dir=flags.folder, prefix="rows_") as scratch:
         base = write_folder(Path(scratch) / "base")
         for rows in flags.rows:
             manifest = write_rows(Path(scratch) / f"{rows}.jsonl", rows)
-            starts = [start_in_child(base, manifest) for _ in range(1 + LATER_STARTS)]
+            starts = [start_in_child(base, manifest) for _ in range(1 + flags.later_starts)]
             later = {name: statistics.median(start[name] for start in starts[1:]) for name in starts[0]}
             found.append({"rows": rows, "size": manifest.stat().st_size / MIB, "first_start": starts[0]} | later)
             shutil.rmtree(manifest.with_name(f"{manifest.name}.index"), ignore_errors=True)

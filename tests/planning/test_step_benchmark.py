@@ -71,7 +71,7 @@ def test_each_utterance_length_is_measured_separately():
 
 
 def test_starts_are_measured_for_each_number_of_rows():
-    done = checked(run_script("benchmarks/memory_growth.py", "rows", "--rows", "20", "60000"))
+    done = checked(run_script("benchmarks/memory_growth.py", "rows", "--rows", "20", "60000", "--later_starts", "1"))
     few, many = map(json.loads, done.stdout.splitlines())
     assert (few["rows"], many["rows"]) == (20, 60_000) and many["size"] > 4  # MiB: with a stored index
     for item in (few, many):
@@ -83,7 +83,7 @@ INVALID_FLAGS = {
     "step.py": ("--batch 3 --accum 2", "--dropout 1", "--acum 2"),
     "memory_growth.py duration": ("--seconds 0", "--seconds 1e9", "--tokens_per_second 0"),
     "plan_accuracy.py": ("--seconds 0.5", "--seconds 1e9", "--presets", "--precisions fp8"),
-    "memory_growth.py rows": ("--rows 0", "--rows"),
+    "memory_growth.py rows": ("--rows 0", "--rows", "--later_starts 0"),
     "memory_growth.py steps": ("--steps 1", "--shortest 0", "--longest 0.7", "--batch_size 0", "--distinct 0"),
 }
 EXPECTED_TEXT = {"--batch": "divide --batch", "--acum": "--accum"}  # expected text, if it is not the flag
