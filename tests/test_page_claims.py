@@ -40,9 +40,28 @@ def test_each_promise_names_existing_tests():
     assert len(promises(page)) >= 25 and missing_tests(page) == []
 
 
-def test_each_file_named_by_the_page_exists():
-    named = re.findall(r"`(tests/[\w/]+\.py)`", RELIABILITY.read_text(encoding="utf-8"))
-    assert len(named) >= 25 and [name for name in named if not (ROOT / name).is_file()] == []
+def files_named_by(page: str) -> list[str]:
+    """Return the Python files that a page names."""
+    return re.findall(r"`([\w/]+\.py)`", page)
+
+
+def missing_files(page: str) -> list[str]:
+    """Return the Python files that a page names and that are neither in the repository nor in one of these folders."""
+    folders = (ROOT, ROOT / "konkanivani", ROOT / "training_scripts")
+    return [name for name in files_named_by(page) if not any((folder / name).is_file() for folder in folders)]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.stem)
+def test_each_file_named_by_a_page_exists(path):
+    page = path.read_text(encoding="utf-8")
+    # Experiments name the benchmarks of their commit.
+    assert missing_files(re.sub(r"(?m)^.*at commit.*$", "", page)) == []
+
+
+def test_pages_name_files_and_a_missing_one_is_found():
+    assert len(files_named_by(RELIABILITY.read_text(encoding="utf-8"))) >= 25
+    assert len(files_named_by((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))) >= 40
+    assert missing_files("`flags.py`, `training/no_module.py`") == ["training/no_module.py"]  # negative control
 
 
 def test_negative_control_promise_without_test_is_found():
