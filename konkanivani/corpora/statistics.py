@@ -75,7 +75,7 @@ class MixedWord:
 class Changes:
     """Effect of `normalize_text` on the raw transcripts: the first two fields count texts, the others characters.
 
-    A joiner is mapped if it is part of a sequence with an equivalent encoding (format_characters.py), else removed.
+    A joiner is mapped if it is part of a sequence with an equivalent encoding (data/text.py), else removed.
     """
 
     texts: int

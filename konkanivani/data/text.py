@@ -10,7 +10,7 @@
 Unicode names no equivalent encoding without the joiner for the second row, so the joiner cannot be mapped.
 
 Normalisation applies these steps in order: Unicode NFC; joiner sequences with an equivalent encoding are mapped to it
-and other format characters are removed (format_characters.py); digits are kept or spelt one by one (`digits="spell"`);
+and other format characters are removed (table above); digits are kept or spelt one by one (`digits="spell"`);
 dandas, punctuation and symbols become spaces; letters become lower case; spaces are merged. Vowel signs, anusvara,
 candrabindu, virama, nukta and avagraha are kept.
 """

@@ -146,7 +146,7 @@ def make_rank_setups(what: str, corpus: Corpus, folder: Path) -> list[RankSetup]
     elif what == "code":
         sources = folder / "sources"
         shutil.copytree(ROOT / "konkanivani", sources / "konkanivani")
-        with open(sources / "konkanivani" / "losses.py", "a", encoding="utf-8") as file:
+        with open(sources / "konkanivani" / "lengths.py", "a", encoding="utf-8") as file:
             file.write("# Mended on this machine only.\n")
     else:
         rows = (there / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)

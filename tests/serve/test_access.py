@@ -93,7 +93,7 @@ def test_tokens_differ_between_servers(server):
 
 
 def test_paths_outside_the_static_files_do_not_exist(server):
-    for path in ("../access.py", "..%2faccess.py", "static/page.js", "etc/passwd", "page.js/", "%70age.js"):
+    for path in ("../server.py", "..%2fserver.py", "static/page.js", "etc/passwd", "page.js/", "%70age.js"):
         assert get(server, path).status == 404
     assert get(server, "page.js?1").status == 200
 
