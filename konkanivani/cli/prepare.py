@@ -35,7 +35,7 @@ def describe(report: PreparationReport, output: Path) -> str:
         lines.append(f"  {report.removed_characters}")
     for leak in report.leaks:
         if leak.count:
-            lines.append(f"  in two splits: {leak.count} × the same {leak.kind}, such as")
+            lines.append(f"  in two splits: {leak.count} × the same {leak.what}, such as")
             lines.extend(f"    {example}" for example in leak.examples)
     return "\n".join([*lines, *_next_step(report, output)])
 

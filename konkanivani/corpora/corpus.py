@@ -369,7 +369,7 @@ DIGEST = re.compile("[0-9a-f]{32,}")  # a speaker in Common Voice; eight digits 
 class Leak:
     """Number of audio files (or spans of one), speakers or sentences in two or more splits; up to five examples."""
 
-    kind: str
+    what: str  # a key of the JSON report
     count: int
     examples: tuple[str, ...]
 

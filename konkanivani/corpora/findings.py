@@ -186,19 +186,19 @@ def _rate_findings(part: PartHealth) -> Iterator[Finding]:
 def _sound_findings(part: PartHealth, sound: SoundHealth, most_rejected: float) -> Iterator[Finding]:
     name = short_name(part.path)
     # Extrapolate from the sample to all utterances; the trainer adds these to the broken rows.
-    left_out = part.utterances * sound.left_out / max(sound.sampled, 1)
+    left_out = part.utterances * sound.left_out / max(sound.asked, 1)
     broken = part.broken.count + part.empty.count + left_out
     rows = _row_count(part)
     # Without unusable audio, too many broken rows are already an error of `_row_findings`.
     too_many = left_out > 0 and broken > most_rejected * rows
     # Exact only if all recordings were sampled.
-    share = f"{'' if sound.sampled == part.utterances else 'about '}{100 * broken / rows:.3g} %"
+    share = f"{'' if sound.asked == part.utterances else 'about '}{100 * broken / rows:.3g} %"
     limit = f"--max_rejected {100 * most_rejected:g}%"
     allowed = f"; {share} of the rows are broken, more than {limit}" if too_many else ""
     left_out_finding = error if too_many else warning
     if sound.unreadable.count:
         yield left_out_finding(
-            f"{name}: {sound.unreadable.count} of {sound.sampled} sampled recordings cannot be read "
+            f"{name}: {sound.unreadable.count} of {sound.asked} sampled recordings cannot be read "
             f"({_first_example(sound.unreadable)}){allowed}.",
             "Training skips them, up to --max_rejected. --audio_utterances checks more of them.",
         )

@@ -129,7 +129,7 @@ def _facts(part: PartHealth) -> Iterator[Fact]:
 
 
 def _sound_facts(sound: SoundHealth) -> Iterator[Fact]:
-    yield Fact("recordings decoded", f"{sound.decoded}", f"of {sound.sampled} sampled")
+    yield Fact("recordings decoded", f"{sound.decoded}", f"of {sound.asked} sampled")
     if not sound.decoded:  # the statistics below are undefined
         return
     yield Fact("sample rates", _tally_words(sound.rates, " Hz"))

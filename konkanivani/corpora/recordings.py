@@ -56,13 +56,13 @@ class SoundHealth:
     """Audio statistics of `decoded` recordings, evenly spaced in the manifest; each list is of utterances.
 
     Attributes:
-        sampled: Number of sampled recordings.
+        asked: Number of sampled recordings.
         left_out: Recordings that the trainer would open and reject: unreadable, or of another duration than their row
             states.
         speaker_levels: The quietest twenty labelled speakers, quietest first.
     """
 
-    sampled: int
+    asked: int  # a key of the JSON report
     decoded: int
     left_out: int
     unreadable: Listed
@@ -103,7 +103,7 @@ def measure_sound(chosen: list[tuple[Utterance, bool]]) -> SoundHealth:
     # The median of no values is NaN, with a warning.
     middle = np.median if measured else lambda _: 0.0
     return SoundHealth(
-        sampled=len(chosen),
+        asked=len(chosen),
         decoded=len(measured),
         left_out=sum(is_usable and utterance.row not in as_stated for utterance, is_usable in chosen),
         unreadable=Listed(len(unreadable), tuple(unreadable[:MAX_EXAMPLES])),

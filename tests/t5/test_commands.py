@@ -18,9 +18,10 @@ from konkanivani.memory.plan import MemoryPlan
 from konkanivani.memory.weights import ON_CARD, OffloadedWeights
 from konkanivani.models.t5.folder import read_t5_folder
 from konkanivani.recipe.build import build_run, validation_within
+from konkanivani.recipe.dry_run import dry_run
 from konkanivani.recipe.final_scores import evaluation_device
 from konkanivani.recipe.startup import resolve_start
-from konkanivani.recipe.train import dry_run, train_and_report
+from konkanivani.recipe.train import train_and_report
 from konkanivani.training.loop import train
 from tests.conftest import mark_full
 from tests.t5.parts import LINES, write_folder, write_pairs
