@@ -46,6 +46,9 @@ from konkanivani.serve.messages import (
 )
 from konkanivani.serve.session import DEFAULT_LIMITS, Limits, Session, close_unread
 
+# --------------------
+# Access: token, Host and Origin, and the static files.
+
 STATIC = Path(__file__).parent / "static"
 INDEX = "index.html"
 CONTENT_TYPES: Mapping[str, str] = {
