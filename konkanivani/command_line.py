@@ -381,8 +381,9 @@ def flags_of(kind: type, default: object = None) -> list[HelpFlag]:
         text = with_default(" ".join(texts.get(field.name, "").split()), value)
         # Too many choices for the left column: list them in the text.
         if len(values) > WIDTH - 20:
-            values = "NAME"
-            text = f"{text} One of: {', '.join(get_args(plain_hints[field.name]))}."
+            choices, repeated, _ = values.partition(" ...")
+            values = f"NAME{repeated}"
+            text = f"{text} One of: {choices.strip('{}').replace(',', ', ')}."
         help_flags.append(HelpFlag(field.name, _group_of(kind), values, text, is_positional))
     return help_flags
 

@@ -142,6 +142,26 @@ def test_help_shows_types_defaults_and_wrapped_texts():
     assert listed_flags(shown) == ["is_fast"] and "All 4 flags" in shown and "\nSpeed:\n" in shown
 
 
+Kind = Literal["processes_killed", "files_not_written", "signals_in_a_write", "disks_that_are_full", "other_faults"]
+
+
+@dataclass(frozen=True)
+class LongChoices:
+    """Flags whose choices are too long for the left column."""
+
+    one: Kind = "other_faults"
+    """Kind."""
+    several: tuple[Kind, ...] = ("other_faults",)
+    """Kinds."""
+
+
+def test_choices_too_long_for_the_left_column_are_listed_in_the_text():
+    one, several = flags_of(LongChoices)
+    assert (one.values, several.values) == ("NAME", "NAME ...")
+    listed = "One of: processes_killed, files_not_written, signals_in_a_write, disks_that_are_full, other_faults."
+    assert one.text.endswith(listed) and several.text.endswith(listed)
+
+
 @pytest.mark.parametrize(
     ("text", "value", "shown"),
     [
