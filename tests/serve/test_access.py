@@ -10,8 +10,7 @@ import pytest
 from websockets.exceptions import InvalidStatus
 
 from konkanivani.errors import ResourceError
-from konkanivani.serve.access import CONTENT_TYPES, STATIC
-from konkanivani.serve.server import PageServer, bind
+from konkanivani.serve.server import CONTENT_TYPES, STATIC, PageServer, bind
 from konkanivani.serve.session import Limits
 from tests.conftest import ROOT
 from tests.serve.parts import connect_to, running_server
