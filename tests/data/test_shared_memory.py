@@ -12,10 +12,18 @@ import pytest
 import torch
 
 from konkanivani.data import loader as loader_module
-from konkanivani.data import shared_memory
 from konkanivani.data.batching import Batch, Example, collate
-from konkanivani.data.loader import HELD_BATCHES, Fetcher, LoaderConfig, PrefetchLimit, load_in_order
-from konkanivani.data.shared_memory import SharedMemoryFull, free_shared_memory, pack, semaphore_bytes
+from konkanivani.data.loader import (
+    HELD_BATCHES,
+    Fetcher,
+    LoaderConfig,
+    PrefetchLimit,
+    SharedMemoryFull,
+    free_shared_memory,
+    load_in_order,
+    pack,
+    semaphore_bytes,
+)
 from konkanivani.data.text import SpecialTokens
 from tests.faults.fault_injection import small_shared_memory
 from tests.timeouts import PROCESS_TIMEOUT
@@ -162,5 +170,5 @@ def test_free_shared_memory_without_size_limit_is_unbounded(monkeypatch, tmp_pat
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096))
     assert free_shared_memory() > 1 << 40
     monkeypatch.undo()
-    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", str(tmp_path / "missing"))
+    monkeypatch.setattr(loader_module, "SHARED_MEMORY", str(tmp_path / "missing"))
     assert free_shared_memory() == 0
