@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from konkanivani.child_process import two_processes
 from konkanivani.config import AUTO, PRESETS, ModelConfig, Preset, TrainConfig, TuningConfig
 from konkanivani.console import GIB, MIB, budget_text, peak_text
 from konkanivani.data.text import text_limits
@@ -37,7 +38,7 @@ from konkanivani.planning.sizes import (
     with_graphs,
 )
 from konkanivani.planning.tracer import BatchShape, Peak
-from konkanivani.planning.traces import kept_traces, two_processes
+from konkanivani.planning.traces import kept_traces
 from konkanivani.rules import check_input_flags, settings_of, with_text_defaults
 
 TABLE_BUDGETS = (2.0, 4.0, 8.0, 14.7, 24.0)

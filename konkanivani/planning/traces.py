@@ -7,20 +7,17 @@ file is ignored.
 import contextlib
 import dataclasses
 import functools
-import gc
 import hashlib
 import json
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
 from konkanivani.config import TrainConfig
-from konkanivani.errors import ResourceError, end_worker_with_parent
+from konkanivani.errors import ResourceError
 from konkanivani.files import atomic_write, cache_folder, digest_of_code
 from konkanivani.lengths import SECONDS, InputUnit
 from konkanivani.memory.devices import DeviceCosts
@@ -168,17 +165,3 @@ def traces_path(
     # Any change of the code or of PyTorch may change a trace.
     depends = repr((step, device, placement, passes, digest_of_code(), torch.__version__))
     return folder / f"traces_{hashlib.sha256(depends.encode()).hexdigest()[:32]}.json"
-
-
-def two_processes() -> ProcessPoolExecutor:
-    """Return a pool of two worker processes: tracing is single-threaded Python, so that two of them halve the time."""
-    return ProcessPoolExecutor(2, mp_context=get_context("fork"), initializer=_prepare_worker)
-
-
-def _prepare_worker() -> None:
-    """Prepare a forked worker: use one thread, freeze the garbage collector's objects, and end with the parent."""
-    end_worker_with_parent()
-    # OpenMP's threads do not survive the fork, and waiting for them would deadlock.
-    torch.set_num_threads(1)
-    # Inherited objects are never freed, so the garbage collector need not scan them.
-    gc.freeze()
