@@ -54,7 +54,6 @@ EXCLUDED = (
 )
 IN_PACKAGE = (
     "konkanivani/config.py",
-    "konkanivani/corpora/prepare.py",
     "konkanivani/cli/**/*.py",
     "konkanivani/inference/model_card.py",
 )
