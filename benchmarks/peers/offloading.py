@@ -39,7 +39,7 @@ from typing import Literal
 import numpy as np
 import soundfile
 
-from benchmarks.measuring.parts import run_subcommand
+from benchmarks.measuring.common import run_subcommand
 from benchmarks.peers.whisper_toolkits import config_of
 from konkanivani.command_line import read_flags
 from konkanivani.errors import DataError, ResourceError
