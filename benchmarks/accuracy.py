@@ -38,7 +38,7 @@ import onnx
 import torch
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
-from benchmarks.measuring.parts import run_subcommand
+from benchmarks.measuring.common import run_subcommand
 from konkanivani.command_line import read_flags
 from konkanivani.config import DecodingConfig
 from konkanivani.corpora.builtin import SplitSizes, SpokenSentence, plan_corpus, spoken_waveform

@@ -36,7 +36,7 @@ import numpy as np
 import soundfile
 import torch
 
-from benchmarks.measuring.parts import run_subcommand
+from benchmarks.measuring.common import run_subcommand
 from konkanivani.command_line import read_flags
 from konkanivani.config import PRESETS, AugmentConfig, DecodingConfig, TrainConfig
 from konkanivani.data.audio.waveform import load_audio

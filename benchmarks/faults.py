@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
-from benchmarks.measuring.parts import Effort, FaultTable, PartsFlags, run_parts
+from benchmarks.measuring.common import Effort, FaultTable, PartsFlags, run_parts
 from konkanivani.checkpoints.checkpointer import LAST
 from konkanivani.command_line import read_flags
 from tests.conftest import write_corpus

@@ -38,7 +38,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from benchmarks.measuring.fixed_step import VOCABULARY, random_example, wait_for_device
+from benchmarks.measuring.common import VOCABULARY, random_example, wait_for_device
 from konkanivani.command_line import read_flags, run_script
 from konkanivani.config import PRESETS, DataConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.console import MIB

@@ -47,7 +47,7 @@ from konkanivani.data.audio.waveform import load_audio
 from konkanivani.data.manifest import read_manifest
 from konkanivani.errors import DataError, UsageError
 from konkanivani.inference.listener import Event, Final, Listener, Partial
-from konkanivani.inference.live import expected_delay
+from konkanivani.inference.live import expected_delay, for_live_speech
 from konkanivani.inference.recognizer import Recognizer
 from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.memory.monitor import resident_mib
@@ -357,7 +357,7 @@ def measure(flags: Flags) -> str:
     """Return the report."""
     if flags.utterances < 1 or flags.pause < 0 or flags.seconds < 10:
         raise UsageError("--utterances must be at least 1, --pause at least 0, and --seconds at least 10.")
-    from konkanivani.inference.recognizer import build_recognizer, for_live_speech
+    from konkanivani.inference.recognizer import build_recognizer
 
     torch.set_num_threads(1)
     level = 0.0 if flags.noise is None else 10 ** (flags.noise / 20)

@@ -34,7 +34,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.measuring.fixed_step import VOCABULARY, build_global_batch, build_speech, take_features_as_given
+from benchmarks.measuring.common import VOCABULARY, build_global_batch, build_speech, take_features_as_given
 from benchmarks.peers.whisper_toolkits import Transformers, WhisperTerms
 from konkanivani.command_line import read_flags, run_script
 from konkanivani.config import PRESETS, DataConfig, LossConfig, MemoryConfig, TrainConfig

@@ -45,8 +45,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from benchmarks.measuring.fixed_step import FIRST_TOKEN, VOCABULARY, random_example
-from benchmarks.measuring.parts import run_subcommand
+from benchmarks.measuring.common import FIRST_TOKEN, VOCABULARY, random_example, run_subcommand
 from konkanivani.command_line import read_flags
 from konkanivani.config import PRESETS, DataConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
 from konkanivani.console import MIB

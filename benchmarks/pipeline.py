@@ -30,7 +30,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import astuple, dataclass
 from itertools import islice
 
-from benchmarks.measuring.fixed_step import Steal
+from benchmarks.measuring.common import Steal
 from konkanivani.command_line import read_flags, run_script
 from konkanivani.errors import DataError, UsageError
 from konkanivani.flags import parse_args

@@ -30,7 +30,7 @@ from typing import Literal, TypeVar
 
 import torch
 
-from benchmarks.measuring.fixed_step import (
+from benchmarks.measuring.common import (
     TOKENS_PER_SECOND,
     TOTAL_STEPS,
     VOCABULARY,

@@ -30,8 +30,7 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from benchmarks.measuring.fixed_step import VOCABULARY, random_example
-from benchmarks.measuring.parts import Effort, FaultTable, PartsFlags, run_parts
+from benchmarks.measuring.common import VOCABULARY, Effort, FaultTable, PartsFlags, random_example, run_parts
 from konkanivani.command_line import end_script, read_flags
 from konkanivani.config import PRESETS, TextConfig, TrainConfig
 from konkanivani.data.batching import Example, GlobalBatch, partition, same_size, split_into_micro_batches

@@ -57,7 +57,7 @@ class Flags:
 def measure_step(flags: Flags) -> str:
     """Return the report."""
     config = config_of(flags)
-    from benchmarks.measuring.fixed_step import measure
+    from benchmarks.measuring.common import measure
 
     result = measure(config, flags.steps, flags.recomputed_blocks)
     return json.dumps(dataclasses.asdict(result)) if flags.json else result.sentence()

@@ -1,11 +1,12 @@
-"""Commands in a child process: `konkanivani.train` and `konkanivani.plan` in Python, and the comparison of models.
+"""Child processes: commands (`konkanivani.train`, `konkanivani.plan`, the comparison of models), and tracing workers.
 
-The child has its own signal handlers, which save and end the process, and its own CUDA context, whose memory is free
-again when it ends: neither suits a notebook's kernel. A notebook's kernel also must not fork after it has used CUDA or
-traced a model, as PyTorch's autograd then fails in the forked process.
+The child of a command has its own signal handlers, which save and end the process, and its own CUDA context, whose
+memory is free again when it ends: neither suits a notebook's kernel. A notebook's kernel also must not fork after it
+has used CUDA or traced a model, as PyTorch's autograd then fails in the forked process.
 """
 
 import contextlib
+import gc
 import io
 import json
 import re
@@ -15,7 +16,9 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from types import FrameType
 
@@ -29,6 +32,7 @@ from konkanivani.errors import (
     ResourceError,
     UsageError,
     defer_signals,
+    end_worker_with_parent,
     request_parent_death_signal,
     stopping_signals,
 )
@@ -268,3 +272,23 @@ def summary_of(lines: Sequence[str]) -> TrainingSummary:
         test_cer=record["test_cer"],
         scores={name: record[name] for name in numeric},
     )
+
+
+# --------------------
+# Workers that trace steps for a memory plan.
+
+
+def two_processes() -> ProcessPoolExecutor:
+    """Return a pool of two forked workers: tracing is single-threaded Python, so that two of them halve the time."""
+    return ProcessPoolExecutor(2, mp_context=get_context("fork"), initializer=_prepare_worker)
+
+
+def _prepare_worker() -> None:
+    """Prepare a forked worker: use one thread, freeze the garbage collector's objects, and end with the parent."""
+    import torch
+
+    end_worker_with_parent()
+    # OpenMP's threads do not survive the fork, and waiting for them would deadlock.
+    torch.set_num_threads(1)
+    # Inherited objects are never freed, so the garbage collector need not scan them.
+    gc.freeze()

@@ -43,7 +43,7 @@ IMPORTED_MODULES = (
     *("torch.utils.tensorboard",),
     *("torch.utils.serialization", "torch._dynamo"),  # tracing imports _dynamo
     *("konkanivani.recipe.train", "konkanivani.recipe.dry_run", "konkanivani.recipe.evaluation_model"),
-    *("konkanivani.corpora.prepare", "konkanivani.corpora.builtin"),
+    *("konkanivani.cli.prepare", "konkanivani.corpora.builtin"),
     *("konkanivani.inference.recognizer", "konkanivani.inference.transcribe"),
     *("konkanivani.corpora.health_report", "konkanivani.scoring.report"),
 )

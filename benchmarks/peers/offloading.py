@@ -39,7 +39,7 @@ from typing import Literal
 import numpy as np
 import soundfile
 
-from benchmarks.measuring.parts import run_subcommand
+from benchmarks.measuring.common import run_subcommand
 from benchmarks.peers.whisper_toolkits import config_of
 from konkanivani.command_line import read_flags
 from konkanivani.errors import DataError, ResourceError
@@ -59,17 +59,17 @@ def transformers_peak(size: str) -> int:
     import transformers
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from konkanivani.models.whisper.model import PUBLISHED_SIZES
     from konkanivani.planning.tensors import LiveBytes
-    from konkanivani.planning.whisper_table import SIZES
 
     # The CUDA allocator rounds each allocation up to a multiple of 512 bytes.
     live = LiveBytes(rounding=512)
     with FakeTensorMode(allow_non_fake_inputs=True), live:
-        model = transformers.WhisperForConditionalGeneration(config_of(SIZES[size])).train()
+        model = transformers.WhisperForConditionalGeneration(config_of(PUBLISHED_SIZES[size])).train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
         live.count([*model.parameters(), *model.buffers()])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-        features = torch.zeros(1, SIZES[size].mel_bins, 3000)
+        features = torch.zeros(1, PUBLISHED_SIZES[size].mel_bins, 3000)
         labels = torch.zeros(1, 448, dtype=torch.long)
         for _ in range(2):
             # Only the second step counts: in the first one AdamW has not allocated its moments before the backward
@@ -90,13 +90,14 @@ def our_peaks(size: str) -> list[int]:
     from konkanivani.memory.devices import cuda_costs
     from konkanivani.memory.plan import RecomputePolicy
     from konkanivani.models.whisper.architecture import WhisperArchitecture
+    from konkanivani.models.whisper.model import PUBLISHED_SIZES
+    from konkanivani.planning.report import PLACES
     from konkanivani.planning.tracer import BatchShape
     from konkanivani.planning.traces import build_tracer
-    from konkanivani.planning.whisper_table import PLACES, SIZES
 
     memory = MemoryConfig(mixed_precision=True, gradient_checkpointing=AUTO)
     config = resolve(TrainConfig(memory=memory, loss=LossConfig(ctc_weight=0.0, label_smoothing=0.0)))
-    shape, costs = SIZES[size], cuda_costs("a card", (8, 0))
+    shape, costs = PUBLISHED_SIZES[size], cuda_costs("a card", (8, 0))
     tracers = (build_tracer(config, WhisperArchitecture(shape), costs, place) for place in PLACES.values())
     peaks = [tracer.trace(BatchShape(1, 30.0, 447), RecomputePolicy("always")) for tracer in tracers]
     # Only tensors are compared: the internal workspace of an attention kernel is a tensor on neither side.

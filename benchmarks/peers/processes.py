@@ -30,7 +30,7 @@ from typing import Protocol, TextIO
 import bootstrap
 import torch
 
-from benchmarks.measuring.fixed_step import Steal
+from benchmarks.measuring.common import Steal
 from konkanivani.console import MIB
 from konkanivani.errors import ResourceError
 from konkanivani.models.architecture import product_rate

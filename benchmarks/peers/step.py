@@ -34,8 +34,7 @@ from typing import Literal, get_args
 
 import torch
 
-from benchmarks.measuring.fixed_step import VOCABULARY, build_speech
-from benchmarks.measuring.parts import run_subcommand
+from benchmarks.measuring.common import VOCABULARY, build_speech, run_subcommand
 from benchmarks.peers.processes import OURS, SIDE, Entry, Result, check_plot, pythons_of, race
 from benchmarks.peers.toolkits import Terms, model_of
 from konkanivani.command_line import read_flags

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.measuring.fixed_step import warm_up
+from benchmarks.measuring.common import warm_up
 from benchmarks.peers.processes import OURS, Contestant, Entry, Result, race
 from benchmarks.peers.toolkits import OwnStep, peak_bytes
 from benchmarks.peers.whisper_toolkits import fill

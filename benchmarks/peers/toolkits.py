@@ -18,7 +18,7 @@ import bootstrap
 import torch
 import torch.nn.functional as F
 
-from benchmarks.measuring.fixed_step import (
+from benchmarks.measuring.common import (
     TOTAL_STEPS,
     VOCABULARY,
     FixedSpeech,

@@ -43,7 +43,7 @@ from typing import Literal
 
 import torch
 
-from benchmarks.measuring.parts import run_subcommand
+from benchmarks.measuring.common import run_subcommand
 from benchmarks.peers.processes import OURS, Entry, Result, race
 from benchmarks.peers.whisper_toolkits import DEFAULT_WINDOWS, WhisperTerms
 from konkanivani.command_line import read_flags

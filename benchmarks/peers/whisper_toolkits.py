@@ -16,7 +16,7 @@ import bootstrap
 import torch
 import torch.nn.functional as F
 
-from benchmarks.measuring.fixed_step import MAX_WARM_UP_STEPS, warm_up
+from benchmarks.measuring.common import MAX_WARM_UP_STEPS, warm_up
 from benchmarks.peers.processes import Contestant, Entry
 from benchmarks.peers.toolkits import OwnStep, peak_bytes
 from konkanivani.config import DataConfig, LossConfig, MemoryConfig, OptimizerConfig, TrainConfig, TuningConfig

@@ -51,7 +51,8 @@ def inspect(flags: Flags) -> str:
     manifests = chosen_manifests(flags)
     if flags.audio_utterances < 0:
         raise UsageError(f"--audio_utterances {flags.audio_utterances} must be at least 0.")
-    from konkanivani.corpora.health_report import diagnose, draw_page, health_json, health_lines
+    from konkanivani.corpora.findings import diagnose
+    from konkanivani.corpora.health_report import draw_page, health_json, health_lines
 
     if flags.html is not None:
         # Before the work, so that its result can be written.

@@ -57,7 +57,7 @@ def listen(flags: Flags) -> str:
     # Imported after the flags are checked: usage errors do not wait for torch.
     from konkanivani.data.audio.pcm import PcmFormat, check_format
     from konkanivani.inference import live
-    from konkanivani.inference.recognizer import build_recognizer, for_live_speech
+    from konkanivani.inference.recognizer import build_recognizer
     from konkanivani.recipe.final_scores import choose_checkpoint
 
     raw = PcmFormat(flags.sample_rate, flags.channels, flags.sample_format)
@@ -66,7 +66,7 @@ def listen(flags: Flags) -> str:
     except DataError as error:
         raise UsageError(f"{error}") from None
     checkpoint = choose_checkpoint(flags.checkpoint, flags.pretrained)
-    recognizer = for_live_speech(
+    recognizer = live.for_live_speech(
         build_recognizer(checkpoint, flags.decoding, flags.device, flags.longest_piece, flags.pause, flags.pretrained)
     )
     say(live.expected_delay(recognizer), sys.stderr)

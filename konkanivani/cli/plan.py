@@ -87,8 +87,7 @@ def plan(config: TrainConfig, gpu: str | None = None, memory_budget: str | None 
 def plan_text(flags: Flags, explicit: frozenset[str]) -> str:
     """Return the memory plan, or a table of models, as text."""
     train, target = settle(flags, explicit)
-    from konkanivani.planning.report import plan_presets, plan_target
-    from konkanivani.planning.whisper_table import plan_whisper
+    from konkanivani.planning.report import plan_presets, plan_target, plan_whisper
 
     if not (flags.table or flags.presets):
         report = plan_target(train, target, flags.world, explicit)

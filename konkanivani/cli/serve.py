@@ -47,8 +47,8 @@ def serve(flags: Flags) -> str:
     check_websockets()
     # Imported after the flags are checked: usage errors do not wait for torch.
     from konkanivani.inference.listener import Listener
-    from konkanivani.inference.live import expected_delay
-    from konkanivani.inference.recognizer import build_recognizer, for_live_speech
+    from konkanivani.inference.live import expected_delay, for_live_speech
+    from konkanivani.inference.recognizer import build_recognizer
     from konkanivani.recipe.final_scores import choose_checkpoint
     from konkanivani.serve.corrections import open_corrections
     from konkanivani.serve.messages import Ready

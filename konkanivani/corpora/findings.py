@@ -1,8 +1,10 @@
-"""Findings on a corpus before training, each with a remedy.
+"""Health check of manifests before training: findings, each with a remedy, and a verdict.
 
 An error is refused by the trainer or makes its result worthless; a warning should be checked; a note is information.
 """
 
+import contextlib
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -10,9 +12,13 @@ from typing import Literal
 
 from konkanivani.config import TrainConfig
 from konkanivani.console import count, duration_words, is_or_are, parse_share, short_name
-from konkanivani.corpora.health import CorpusHealth, PartHealth, PartOverlap
+from konkanivani.corpora.health import CorpusHealth, CorpusPart, HealthRequest, PartHealth, PartOverlap, measure_corpus
 from konkanivani.corpora.recordings import LOUD, MAX_SILENCE, QUIET, SoundHealth
 from konkanivani.corpora.statistics import RARE, CharacterHealth, Listed
+from konkanivani.data.manifest import Manifest, iterate_texts, measure_corpus_size, no_text, read_manifest
+from konkanivani.data.text import Tokenizer, normalize_text, train_tokenizer
+from konkanivani.errors import KonkaniVaniError
+from konkanivani.flags import resolve, resolved
 from konkanivani.lengths import SAMPLE_RATE
 
 OFTEN = 0.05  # share of the recordings or sentences; a rarer problem is less severe, or not reported
@@ -56,6 +62,41 @@ class Diagnosis:
     vocabulary: int
     vocabulary_asked: int
     tokenizer_type: str
+
+
+def diagnose(manifests: tuple[str, ...], config: TrainConfig, audio_utterances: int) -> Diagnosis:
+    """Return the diagnosis of the manifests; the first is the training set, and unreadable ones are findings."""
+    parts = []
+    refusals = []
+    tokenizer = None
+    for number, path in enumerate(manifests):
+        try:
+            manifest = read_manifest(path, config.data.audio_roots)
+            parts.append(CorpusPart(path, number == 0, manifest, len(manifest), manifest.broken))
+            if number == 0 and len(manifest):  # if all rows are broken, that is the only finding
+                config = resolve(config, measure_corpus_size(manifest))
+                tokenizer = build_tokenizer(manifest, config)
+        except KonkaniVaniError as refusal:
+            refusals.append(str(refusal))
+    # Without a usable training manifest, the automatic settings get the defaults for much speech.
+    health = measure_corpus(parts, HealthRequest(resolve(config), tokenizer, audio_utterances))
+    findings = find_all(health, tuple(refusals), config)
+    verdict = reach_verdict(health, findings)
+    size = tokenizer.size if tokenizer else 0
+    return Diagnosis(health, findings, verdict, size, config.text.vocab_size, config.text.tokenizer_type)
+
+
+def build_tokenizer(manifest: Manifest, config: TrainConfig) -> Tokenizer:
+    """Return the tokenizer that the trainer would train on the manifest.
+
+    Raises:
+        DataError, UsageError: If no tokenizer can be trained.
+    """
+    texts = {normalize_text(text, config.text.digits) for text in iterate_texts(manifest)} - {""}
+    if not texts:
+        raise no_text(manifest)
+    with contextlib.redirect_stdout(io.StringIO()):  # its message on a smaller vocabulary is in the report, too
+        return train_tokenizer(texts, resolved(config.text.tokenizer_type), config.text.vocab_size)
 
 
 def find_all(health: CorpusHealth, refusals: tuple[str, ...], config: TrainConfig) -> tuple[Finding, ...]:

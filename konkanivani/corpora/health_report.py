@@ -1,22 +1,15 @@
 """Report on a corpus: its content, in the terminal and as a page."""
 
-import contextlib
 import dataclasses
-import io
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from konkanivani.config import TrainConfig
 from konkanivani.console import JOINERS, count, duration_words, short_name
-from konkanivani.corpora.findings import Diagnosis, Finding, find_all, reach_verdict
-from konkanivani.corpora.health import CorpusPart, HealthRequest, PartHealth, PartOverlap, measure_corpus
+from konkanivani.corpora.findings import Diagnosis, Finding
+from konkanivani.corpora.health import PartHealth, PartOverlap
 from konkanivani.corpora.recordings import SoundHealth
 from konkanivani.corpora.statistics import Changes, Character, CharacterHealth, Listed, Tally
-from konkanivani.data.manifest import Manifest, iterate_texts, measure_corpus_size, no_text, read_manifest
-from konkanivani.data.text import Tokenizer, normalize_text, train_tokenizer
-from konkanivani.errors import KonkaniVaniError
-from konkanivani.flags import resolve, resolved
 from konkanivani.scoring.html import Histogram, draw_cells, draw_document, draw_histogram, draw_table, draw_tile, escape
 
 # --------------------
@@ -360,42 +353,7 @@ def _draw_table(table: Table) -> str:
 
 
 # --------------------
-# Health check of manifests, from loading them to the diagnosis and its JSON.
-
-
-def diagnose(manifests: tuple[str, ...], config: TrainConfig, audio_utterances: int) -> Diagnosis:
-    """Return the diagnosis of the manifests; the first is the training set, and unreadable ones are findings."""
-    parts = []
-    refusals = []
-    tokenizer = None
-    for number, path in enumerate(manifests):
-        try:
-            manifest = read_manifest(path, config.data.audio_roots)
-            parts.append(CorpusPart(path, number == 0, manifest, len(manifest), manifest.broken))
-            if number == 0 and len(manifest):  # if all rows are broken, that is the only finding
-                config = resolve(config, measure_corpus_size(manifest))
-                tokenizer = build_tokenizer(manifest, config)
-        except KonkaniVaniError as error:
-            refusals.append(str(error))
-    # Without a usable training manifest, the automatic settings get the defaults for much speech.
-    health = measure_corpus(parts, HealthRequest(resolve(config), tokenizer, audio_utterances))
-    findings = find_all(health, tuple(refusals), config)
-    verdict = reach_verdict(health, findings)
-    size = tokenizer.size if tokenizer else 0
-    return Diagnosis(health, findings, verdict, size, config.text.vocab_size, config.text.tokenizer_type)
-
-
-def build_tokenizer(manifest: Manifest, config: TrainConfig) -> Tokenizer:
-    """Return the tokenizer that the trainer would train on the manifest.
-
-    Raises:
-        DataError, UsageError: If no tokenizer can be trained.
-    """
-    texts = {normalize_text(text, config.text.digits) for text in iterate_texts(manifest)} - {""}
-    if not texts:
-        raise no_text(manifest)
-    with contextlib.redirect_stdout(io.StringIO()):  # its message on a smaller vocabulary is in the report, too
-        return train_tokenizer(texts, resolved(config.text.tokenizer_type), config.text.vocab_size)
+# The report as JSON.
 
 
 def health_json(diagnosis: Diagnosis) -> str:

@@ -1,4 +1,4 @@
-"""Recognition of standard input while it arrives, and its output as text or JSON."""
+"""Recognition of speech while a person speaks: a recogniser for it, standard input, and output as text or JSON."""
 
 import array
 import contextlib
@@ -21,6 +21,7 @@ from konkanivani.data.audio.pcm import PcmDecoder, PcmFormat
 from konkanivani.inference.listener import EVERY, Event, Final, Listener
 from konkanivani.inference.recognizer import Recognizer
 from konkanivani.inference.segmentation import STEPS_A_SECOND, Piece
+from konkanivani.inference.whisper_generation import FallbackDecode
 from konkanivani.inference.word_times import EmissionDelay
 from konkanivani.lengths import SAMPLE_RATE
 
@@ -72,6 +73,17 @@ def event_line(event: Event) -> str:
     """Return an event as one line of JSON."""
     kind = "final" if isinstance(event, Final) else "partial"
     return printable(json.dumps({"kind": kind, **dataclasses.asdict(event)}, ensure_ascii=False))
+
+
+def for_live_speech(recognizer: Recognizer) -> Recognizer:
+    """Return the recogniser without Whisper's further attempts at other temperatures.
+
+    These take up to six times as long, while the speaker goes on. Loops are still removed, and silence is left empty.
+    """
+    if not isinstance(recognizer.decode, FallbackDecode):
+        return recognizer
+    decode = dataclasses.replace(recognizer.decode, temperatures=())
+    return dataclasses.replace(recognizer, decode=decode)
 
 
 def expected_delay(recognizer: Recognizer, every: float = EVERY) -> str:

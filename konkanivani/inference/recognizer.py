@@ -239,16 +239,6 @@ def limited_by_duration(decode: Decode, seconds: float) -> Decode:
     return replace(decode, rules=replace(decode.rules, most_tokens=most))
 
 
-def for_live_speech(recognizer: Recognizer) -> Recognizer:
-    """Return the recogniser without Whisper's further attempts at other temperatures.
-
-    These take up to six times as long, while the speaker goes on. Loops are still removed, and silence is left empty.
-    """
-    if not isinstance(recognizer.decode, FallbackDecode):
-        return recognizer
-    return replace(recognizer, decode=replace(recognizer.decode, temperatures=()))
-
-
 def with_word_times(speech_model: SpeechModel) -> SpeechModel:
     """Enable timestamp prediction if the model was trained with timestamps."""
     tokenizer = speech_model.tokenizer

@@ -14,7 +14,6 @@ from konkanivani.models.model_files import CONFIG, read_json
 from konkanivani.models.t5 import folder as t5
 from konkanivani.models.t5 import vocabulary as t5_tokens
 from konkanivani.models.t5.architecture import T5Architecture
-from konkanivani.models.t5.folder import MODEL_TYPES, read_t5_architecture
 from konkanivani.models.whisper import export as whisper
 from konkanivani.models.whisper import vocabulary as whisper_tokens
 from konkanivani.models.whisper.architecture import WhisperArchitecture
@@ -27,7 +26,7 @@ Tuned = whisper.TunedWhisper | t5.TunedT5
 
 def is_t5_folder(path: Path) -> bool:
     """Return whether a folder's config.json is of a T5 model; all other folders are left to Whisper's reader."""
-    return (path / CONFIG).is_file() and read_json(path / CONFIG).get("model_type") in MODEL_TYPES
+    return (path / CONFIG).is_file() and read_json(path / CONFIG).get("model_type") in t5.MODEL_TYPES
 
 
 def read_pretrained_model(path: Path) -> PretrainedModel:
@@ -37,7 +36,7 @@ def read_pretrained_model(path: Path) -> PretrainedModel:
 
 def read_architecture(path: Path) -> PretrainedArchitecture:
     """Return the architecture of a folder's config.json, the only file needed."""
-    return read_t5_architecture(path) if is_t5_folder(path) else read_whisper_architecture(path)
+    return t5.read_t5_architecture(path) if is_t5_folder(path) else read_whisper_architecture(path)
 
 
 def restored_model(

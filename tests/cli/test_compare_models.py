@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from konkanivani.child_process import ProcessResult
-from konkanivani.errors import DataError, UsageError
-from konkanivani.recipe.comparison import (
+from konkanivani.cli.compare import (
     RECORD,
     Outcome,
     RunRecord,
@@ -24,6 +23,7 @@ from konkanivani.recipe.comparison import (
     table_of,
     write_record,
 )
+from konkanivani.errors import DataError, UsageError
 from tests.conftest import ROOT, TINY_MODEL, Corpus, checked, start_script, write_corpus
 from tests.fork_server import fork_scripts, fork_server
 from tests.timeouts import PROCESS_TIMEOUT

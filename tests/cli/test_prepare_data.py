@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from konkanivani.corpora.prepare import Preparation, prepare_corpus
+from konkanivani.cli.prepare import Preparation, prepare_corpus
 from konkanivani.corpora.tables import Shares, draw_splits, split_named
 from konkanivani.data.manifest import read_manifest
 from konkanivani.errors import KonkaniVaniError

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from konkanivani import hub_upload
+from konkanivani.cli import publish as publish_command
+from konkanivani.cli.publish import list_files, publish, size_words
 from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError
-from konkanivani.hub_upload import list_files, publish, size_words
 from tests.cli.upload_server import TOKEN, FakeHub, Repository, Response, serve_hub
 from tests.conftest import checked, run_script
 
@@ -324,7 +324,7 @@ def test_closed_connection_raises_and_next_upload_completes(hub, folder, monkeyp
 
 @pytest.mark.parametrize("path", ["GET /api/models", "POST /api/repos/create", "validate-yaml"])
 def test_unresponsive_hub_times_out(path, hub, folder, monkeypatch):
-    monkeypatch.setattr(hub_upload, "TIMEOUT", 0.2)
+    monkeypatch.setattr(publish_command, "TIMEOUT", 0.2)
     hub.responses[path] = Response(200, delay=60.0)
     start = time.monotonic()
     with pytest.raises(ResourceError, match="upload to goa/konkani failed: .*Check the connection"):

@@ -17,9 +17,9 @@ import torch
 
 from konkanivani.config import DataConfig, TextConfig, TrainConfig
 from konkanivani.console import show_text
-from konkanivani.corpora.findings import Diagnosis
+from konkanivani.corpora.findings import Diagnosis, build_tokenizer, diagnose
 from konkanivani.corpora.health import CorpusPart, HealthRequest, fetch, measure_corpus, pick_evenly, robust_scores
-from konkanivani.corpora.health_report import build_tokenizer, diagnose, draw_page, health_lines, sparkline
+from konkanivani.corpora.health_report import draw_page, health_lines, sparkline
 from konkanivani.corpora.recordings import (
     content_key,
     extent_key,

@@ -10,7 +10,7 @@ import soundfile
 
 pytest.importorskip("av", reason="the extra `media` is not installed: pip install av")
 
-from konkanivani.corpora.prepare import Preparation, PreparationReport, prepare_corpus
+from konkanivani.cli.prepare import Preparation, PreparationReport, prepare_corpus
 from konkanivani.data.audio import files as audio_file
 from konkanivani.errors import DataError
 from tests.conftest import (

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from konkanivani.cli.prepare import describe
-from konkanivani.corpora.prepare import Preparation, prepare_corpus
+from konkanivani.cli.prepare import Preparation, describe, prepare_corpus
 from tests.cli.test_prepare_data import Table, prepare, table, twelve_recordings  # noqa: F401 - fixtures
 from tests.conftest import checked
 from tests.corpora.test_formats import SPLITS, openslr_mucs, sentence, webdataset, write_sentence

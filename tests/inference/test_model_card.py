@@ -17,13 +17,13 @@ import torch
 
 from konkanivani import load_recognizer
 from konkanivani.checkpoints.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from konkanivani.cli.publish import list_files
 from konkanivani.command_line import SCRIPTS
 from konkanivani.config import DataConfig, PretrainedConfig, RunConfig, TrainConfig
 from konkanivani.console import duration_words
 from konkanivani.data.manifest import read_fingerprint
 from konkanivani.errors import DataError, ResourceError, UsageError
 from konkanivani.flags import config_from_text, parse_args
-from konkanivani.hub_upload import list_files
 from konkanivani.inference import hub_folder
 from konkanivani.inference.card_scores import read_scores
 from konkanivani.inference.hub_folder import check_hub_folder, licence_in_card, write_hub_folder

@@ -52,12 +52,7 @@ EXCLUDED = (
     "plan_memory.py --memory_budget",
     "--world 8",
 )
-IN_PACKAGE = (
-    "konkanivani/config.py",
-    "konkanivani/corpora/prepare.py",
-    "konkanivani/cli/**/*.py",
-    "konkanivani/inference/model_card.py",
-)
+IN_PACKAGE = ("konkanivani/config.py", "konkanivani/cli/**/*.py", "konkanivani/inference/model_card.py")
 FLAG_SOURCES = (*IN_PACKAGE, "training_scripts/*.py", "benchmarks/**/*.py")
 OTHER_FLAGS = "logdir host standalone nproc_per_node nnodes max_restarts rdzv_backend rdzv_id rdzv_endpoint local_addr"
 OTHER_FLAGS += (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.measuring.fixed_step import build_global_batch, build_speech, take_features_as_given
+from benchmarks.measuring.common import build_global_batch, build_speech, take_features_as_given
 from konkanivani.config import DataConfig, FeatureConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.models.architecture import HybridArchitecture, architecture_of, forward_layers, step_flop
 from konkanivani.models.conformer import Subsampling, build_subsampling

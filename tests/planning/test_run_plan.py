@@ -21,9 +21,9 @@ from konkanivani.planning import plan as run_plan
 from konkanivani.planning.plan import bucket_edges
 from konkanivani.planning.sizes import ONE_RANK
 from konkanivani.planning.traces import build_tracer
+from konkanivani.recipe import train as rehearsal
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.train import is_rehearsed
-from konkanivani.training import rehearsal
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
 from tests.conftest import TINY_MODEL, Corpus, checked, read_log, run_folders, run_trainer

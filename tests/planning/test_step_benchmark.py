@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks.measuring.fixed_step import build_global_batch, build_speech
+from benchmarks.measuring.common import build_global_batch, build_speech
 from konkanivani.planning.tensors import LiveBytes
 from tests.conftest import ROOT, checked, run_script
 

@@ -7,12 +7,20 @@ from types import SimpleNamespace
 import pytest
 
 from konkanivani.cli.texts import correct
-from konkanivani.corpora.corruption import Confusions, corrupt, pairs_of, read_confusions
 from konkanivani.data.text import TextLimits, normalize_text
 from konkanivani.errors import KonkaniVaniError
 from konkanivani.inference.word_times import Segment, Transcript, Word, json_text
 from konkanivani.recipe import correction
-from konkanivani.recipe.correction import Corrector, corrected_words, load_corrector, with_corrector
+from konkanivani.recipe.correction import (
+    Confusions,
+    Corrector,
+    corrected_words,
+    corrupt,
+    load_corrector,
+    pairs_of,
+    read_confusions,
+    with_corrector,
+)
 from konkanivani.scoring.metrics import count_edits
 from tests.t5.parts import LINES, vocabulary, write_folder
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.measuring.fixed_step import build_global_batch, build_speech, take_features_as_given
+from benchmarks.measuring.common import build_global_batch, build_speech, take_features_as_given
 from konkanivani.config import LossConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.models.architecture import architecture_of
 from konkanivani.training.build_step import build_step_parts

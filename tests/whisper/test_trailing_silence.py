@@ -12,7 +12,8 @@ import torch
 
 from konkanivani.config import AugmentConfig
 from konkanivani.decoding.decode import greedy_decode
-from konkanivani.inference.recognizer import Recognizer, for_live_speech
+from konkanivani.inference.live import for_live_speech
+from konkanivani.inference.recognizer import Recognizer
 from konkanivani.inference.segmentation import MARGIN, STEPS_A_SECOND, build_segmentation
 from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.inference.whisper_generation import FallbackDecode, without_final_loop

@@ -63,7 +63,8 @@ def check_flags(flags: Flags) -> None:
 def correct(flags: Flags) -> str:
     """Correct the lines, or write pairs; return the corrected lines or a sentence."""
     check_flags(flags)
-    from konkanivani.corpora.corruption import Confusions, read_confusions, read_lines, write_corrupted
+    from konkanivani.files import atomic_write
+    from konkanivani.recipe.correction import Confusions, load_corrector, read_confusions, read_lines, write_corrupted
 
     lines = [line for path in flags.files for line in read_lines(Path(path))]
     if flags.corrupt is not None and flags.output is not None:
@@ -71,9 +72,6 @@ def correct(flags: Flags) -> str:
         output = Path(flags.output)
         count = write_corrupted(lines, flags.corrupt, confusions, flags.seed, output, flags.copies)
         return f"{flags.output}: {count:,} pairs. Train with --train_manifest {flags.output} and a T5 folder."
-    from konkanivani.files import atomic_write
-    from konkanivani.recipe.correction import load_corrector
-
     corrected = load_corrector(flags.model or "", flags.device).correct(lines)
     text = "\n".join(corrected)
     if flags.output is None:

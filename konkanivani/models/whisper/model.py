@@ -76,6 +76,18 @@ class WhisperShape:
         return self.window_samples / SAMPLE_RATE
 
 
+# Published shapes: width, heads, blocks of the encoder and of the decoder, inner width, mel bands, tokens
+# (Radford et al., 2022).
+PUBLISHED_SIZES = {
+    "tiny": WhisperShape(384, 6, 4, 4, 1536, 80, 51_865),
+    "base": WhisperShape(512, 8, 6, 6, 2048, 80, 51_865),
+    "small": WhisperShape(768, 12, 12, 12, 3072, 80, 51_865),
+    "medium": WhisperShape(1024, 16, 24, 24, 4096, 80, 51_865),
+    "turbo": WhisperShape(1280, 20, 32, 4, 5120, 128, 51_866),
+    "large-v3": WhisperShape(1280, 20, 32, 32, 5120, 128, 51_866),
+}
+
+
 @dataclass(frozen=True)
 class SpeechFraming:
     """Frame counts of the speech alone, the last frame counted in full."""
