@@ -16,7 +16,8 @@ from konkanivani.command_line import SCRIPTS
 from tests.conftest import ROOT
 from tests.timeouts import PROCESS_TIMEOUT
 
-TINY = "--encoder_layers 1 --decoder_layers 1 --d_model 16 --attention_heads 2 --feedforward_dim 32 --epochs 1".split()
+SHAPE = "--encoder_layers 1 --decoder_layers 1 --d_model 16 --attention_heads 2 --feedforward_dim 32".split()
+QUICK = "--epochs 1 --device cpu --num_workers 0".split()
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +81,14 @@ def test_train_transcribe_and_plan_outside_the_checkout(environment, tmp_path):
     manifests = [
         word for part in ("train", "valid", "test") for word in (f"--{part}_manifest", f"data/builtin/{part}.jsonl")
     ]
-    trained = run(environment, tmp_path, "train", *manifests, *TINY, "--device", "cpu", "--num_workers", "0")
+    trained = run(environment, tmp_path, "train", *manifests, *SHAPE, *QUICK)
     assert trained.returncode == 0, trained.stderr
     assert json.loads(trained.stdout.splitlines()[-1])["epochs"] == 1
     row = json.loads((tmp_path / "data/builtin/test.jsonl").read_text().splitlines()[0])
     recording = tmp_path / "data/builtin" / row["audio_filepath"]
     texts = run(environment, tmp_path, "transcribe", str(recording), "--device", "cpu", "--format", "json")
     assert texts.returncode == 0 and "segments" in json.loads(texts.stdout), texts.stderr
-    planned = run(environment, tmp_path, "plan", "--gpu", "T4", "--preset", "minimal", "--json")
+    planned = run(environment, tmp_path, "plan", "--gpu", "T4", *SHAPE, "--json")
     assert planned.returncode == 0, planned.stderr
     assert json.loads(planned.stdout.splitlines()[-1])
 

@@ -70,6 +70,7 @@ def test_each_utterance_length_is_measured_separately():
     assert long["peak_above_state_mib"] + state < long["rss_growth_mib"] < 1024
 
 
+@pytest.mark.full
 def test_starts_are_measured_for_each_number_of_rows():
     done = checked(run_script("benchmarks/memory_growth.py", "rows", "--rows", "20", "60000", "--later_starts", "1"))
     few, many = map(json.loads, done.stdout.splitlines())
