@@ -1,36 +1,4 @@
-"""Formats of published corpora: Common Voice, LJSpeech, OpenSLR, IndicVoices, and plain tables.
-
-A quotation mark in a sentence is a literal character. Only tables that pandas has rewritten put sentences of several
-lines in quotes; such rows are joined again (`torn_rows`). Source: https://github.com/common-voice/cv-dataset
-
-An id may also be a path relative to the corpus folder (`wavs/a0.wav`), with or without suffix. The transcript is the
-third column if it is not empty, else the second. Quotation marks are literal.
-Source: the README of LJSpeech-1.1, https://keithito.com/LJ-Speech-Dataset/
-
-Folders named train, valid (or dev) and test give the splits; the uppermost counts. The lines of a transcript are joined
-by spaces.
-
-- line_index.tsv, line_index_male.tsv, … (SLR41 to 44, 63 to 66, 78, 79): id, text; some with an empty cell in between.
-- line_index_all.csv (SLR83): line, id, text with `, ` in between; the text may contain commas.
-- utt_spk_text.tsv (SLR52 to 54): id, speaker, text.
-- transcription.txt (SLR103): id and text with a space in between, in a folder train or test.
-
-An id `mlf_02879_01795762363` starts with its speaker, `mlf_02879`. Source: https://openslr.org/63/, /53/, /83/, /103/
-and the files linked there.
-
-- The JSON of a recording has lists `verbatim` and `normalized` of segments (start, end, text, speaker_id) and a
-  speaker_id of its own; the audio is the file of the same name. --text_column selects the list; the authors of the
-  corpus train on `normalized`.
-- Flat rows, as the authors' script writes them, one per line, in a list or alone: audio_filepath, duration, text (or
-  verbatim, normalized), speaker_id, and for spans of a file `offset`, or `start` and `end`.
-
-As in that script, segments of speaker 1 and segments without a word are left out (and listed), and text in square,
-angle or round brackets is removed: [noise], <unclear>, (laughs).
-Source: TGZ/create_indicvoices.py of https://github.com/AI4Bharat/IndicVoices
-
-A first line such as `sep=;` names the delimiter. Otherwise the delimiter is the one that splits the header into the
-most requested columns.
-"""
+"""Formats of published corpora: Common Voice, LJSpeech, OpenSLR, IndicVoices, and plain tables."""
 
 import os
 import re
@@ -68,6 +36,9 @@ from konkanivani.files import visible_entries, visible_files
 
 # --------------------
 # Mozilla Common Voice as downloaded: a folder clips/ of MP3 files with the tables train.tsv, dev.tsv and test.tsv.
+#
+# A quotation mark in a sentence is a literal character. Only tables that pandas has rewritten put sentences of several
+# lines in quotes; such rows are joined again (`torn_rows`). Source: https://github.com/common-voice/cv-dataset
 
 
 GIVEN = ("train.tsv", "dev.tsv", "test.tsv")
@@ -127,6 +98,10 @@ def _language_folder(source: SpeechFolder) -> Path:
 
 # --------------------
 # LJSpeech and corpora of the same layout: metadata.csv of `id|text|normalised text` without a header, audio in wavs/.
+#
+# An id may also be a path relative to the corpus folder (`wavs/a0.wav`), with or without suffix. The transcript is the
+# third column if it is not empty, else the second. Quotation marks are literal.
+# Source: the README of LJSpeech-1.1, https://keithito.com/LJ-Speech-Dataset/
 
 
 def find_ljspeech_utterances(source: SpeechFolder) -> SourceRows:
@@ -161,6 +136,9 @@ def _spellings(path: Path) -> list[Path]:
 
 # --------------------
 # A folder tree of audio files, each with its transcript in a .txt file of the same name.
+#
+# Folders named train, valid (or dev) and test give the splits; the uppermost counts. The lines of a transcript are
+# joined by spaces.
 
 
 def find_folder_utterances(source: SpeechFolder) -> SourceRows:
@@ -201,6 +179,15 @@ def audio_files(folder: Path) -> Iterator[Path]:
 
 # --------------------
 # OpenSLR's crowd-sourced corpora: an index of ids and transcripts, and audio files named by the ids, in any folder.
+#
+# - line_index.tsv, line_index_male.tsv, … (SLR41 to 44, 63 to 66, 78, 79): id, text; some with an empty cell in
+#   between.
+# - line_index_all.csv (SLR83): line, id, text with `, ` in between; the text may contain commas.
+# - utt_spk_text.tsv (SLR52 to 54): id, speaker, text.
+# - transcription.txt (SLR103): id and text with a space in between, in a folder train or test.
+#
+# An id `mlf_02879_01795762363` starts with its speaker, `mlf_02879`. Source: https://openslr.org/63/, /53/, /83/, /103/
+# and the files linked there.
 
 
 INDEX = re.compile(r"line_index.*\.(tsv|csv)|utt_spk_text.*\.tsv|transcription\.txt")
@@ -278,6 +265,16 @@ def _stem(name: str) -> str:
 
 # --------------------
 # AI4Bharat's IndicVoices, unpacked: <Language>/v1/train/*.json and valid/*.json, with the audio in the same folders.
+#
+# - The JSON of a recording has lists `verbatim` and `normalized` of segments (start, end, text, speaker_id) and a
+#   speaker_id of its own; the audio is the file of the same name. --text_column selects the list; the authors of the
+#   corpus train on `normalized`.
+# - Flat rows, as the authors' script writes them, one per line, in a list or alone: audio_filepath, duration, text (or
+#   verbatim, normalized), speaker_id, and for spans of a file `offset`, or `start` and `end`.
+#
+# As in that script, segments of speaker 1 and segments without a word are left out (and listed), and text in square,
+# angle or round brackets is removed: [noise], <unclear>, (laughs).
+# Source: TGZ/create_indicvoices.py of https://github.com/AI4Bharat/IndicVoices
 
 
 MARKS = re.compile(r"\[[^\[\]]*\]|<[^<>]*>|\([^()]*\)")  # linear time, even with many unclosed brackets
@@ -397,6 +394,9 @@ def _remove_marks(text: str) -> str:
 
 # --------------------
 # Tables with a header, whose cells are quoted if necessary.
+#
+# A first line such as `sep=;` names the delimiter. Otherwise the delimiter is the one that splits the header into the
+# most requested columns.
 
 
 DELIMITERS = ",;\t"

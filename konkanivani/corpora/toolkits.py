@@ -1,29 +1,6 @@
 """Formats of toolkits: Kaldi's data directories, and NeMo's manifests with their tar shards.
 
-Nothing is unpacked: a name in a tar is only a name, never a path that is opened. tarfile trusts the lengths in headers,
-even if they are huge or negative. Therefore the bytes that it may read per member are bounded, and each member must
-follow the previous one.
-
-Paths in wav.scp are relative to the data folder or to a folder above it: recipes write them relative to the recipe's
-folder, egs/x/s5 for egs/x/s5/data/train. Commands (`|`) and positions in an archive (`wav.ark:123`) are refused, never
-run.
-
-A fifth column of segments is a channel of the recording, from 0, as extract-segments reads it (-1: none).
-Without it, reco2file_and_channel gives the channel of a recording: A, B, … or 1, 2, … as in STM and CTM (from 0 if the
-file has a 0). If wav.scp names a mono file, the channel is only a label and has no effect.
-Source: https://kaldi-asr.org/doc/data_prep.html and extract-segments of https://kaldi-asr.org/doc/tools.html
-
-- Manifests (*.json, *.jsonl; one JSON object per line): audio_filepath, text, duration, offset, speaker, channel (or
-  channel_selector).
-- Tarred: audio_0.tar, audio_1.tar, … and tarred_audio_manifest.json, or sharded_manifests/manifest_0.json, …, whose
-  rows have a shard_id and name a member. If a file is cut into several rows by `offset`, the second and later rows are
-  named `…-sub1`, `…-sub2`, and refer to the member without that ending.
-- WebDataset: tars without a manifest. The members key.wav (or flac, mp3, …), key.txt and key.json form an utterance;
-  the key is the name up to the first period after its folder.
-
-Tars are indexed by their headers and read without unpacking; compressed tars are refused.
-Sources: https://docs.nvidia.com/nemo/speech/latest/asr/datasets.html, NeMo's convert_to_tarred_audio_dataset.py, and
-https://github.com/webdataset/webdataset#the-webdataset-format
+Nothing is unpacked: a name in a tar is only a name, never a path that is opened.
 """
 
 import os
@@ -54,6 +31,9 @@ from konkanivani.files import is_hidden, visible_entries
 
 # --------------------
 # Index of the members of tar shards by their headers alone: name, byte offset and byte count.
+#
+# tarfile trusts the lengths in headers, even if they are huge or negative. Therefore the bytes that it may read per
+# member are bounded, and each member must follow the previous one.
 
 
 MAX_TEXT_BYTES = 2**20
@@ -150,6 +130,15 @@ def read_member_text(path: Path, member: Member) -> str:
 
 # --------------------
 # Kaldi data folders: wav.scp and text, with optional segments, utt2spk and reco2file_and_channel.
+#
+# Paths in wav.scp are relative to the data folder or to a folder above it: recipes write them relative to the recipe's
+# folder, egs/x/s5 for egs/x/s5/data/train. Commands (`|`) and positions in an archive (`wav.ark:123`) are refused,
+# never run.
+#
+# A fifth column of segments is a channel of the recording, from 0, as extract-segments reads it (-1: none). Without it,
+# reco2file_and_channel gives the channel of a recording: A, B, … or 1, 2, … as in STM and CTM (from 0 if the file has a
+# 0). If wav.scp names a mono file, the channel is only a label and has no effect.
+# Source: https://kaldi-asr.org/doc/data_prep.html and extract-segments of https://kaldi-asr.org/doc/tools.html
 
 
 Entry = tuple[int, str]  # line number, and the rest of the line after its key
@@ -283,6 +272,18 @@ def _entries(path: Path) -> dict[str, Entry]:
 
 # --------------------
 # NeMo's JSONL manifests, NeMo's tarred data sets, and WebDataset's tar shards, also in subfolders train, valid, test.
+#
+# - Manifests (*.json, *.jsonl; one JSON object per line): audio_filepath, text, duration, offset, speaker, channel (or
+#   channel_selector).
+# - Tarred: audio_0.tar, audio_1.tar, … and tarred_audio_manifest.json, or sharded_manifests/manifest_0.json, …, whose
+#   rows have a shard_id and name a member. If a file is cut into several rows by `offset`, the second and later rows
+#   are named `…-sub1`, `…-sub2`, and refer to the member without that ending.
+# - WebDataset: tars without a manifest. The members key.wav (or flac, mp3, …), key.txt and key.json form an utterance;
+#   the key is the name up to the first period after its folder.
+#
+# Tars are indexed by their headers and read without unpacking; compressed tars are refused.
+# Sources: https://docs.nvidia.com/nemo/speech/latest/asr/datasets.html, NeMo's convert_to_tarred_audio_dataset.py, and
+# https://github.com/webdataset/webdataset#the-webdataset-format
 
 
 SHARD = re.compile(r".*\.(tar|tar\.gz|tgz|tar\.xz|tar\.bz2|tar\.zst)")

@@ -1,20 +1,10 @@
 """CTC search, the interface of networks that can be decoded, and hypotheses.
 
-B batch, N candidates.
-
-B batch, K hypotheses per utterance, U tokens, T' encoder frames, D model width, V vocabulary.
-
-B batch, T' encoder frames, V vocabulary.
-
 Graves (2012), Sequence Transduction with Recurrent Neural Networks; Hannun et al. (2014), First-Pass Large Vocabulary
-Continuous Speech Recognition using Bi-Directional Recurrent DNNs, algorithm 1, with an optional language model. Every
-prefix in the beam has two probabilities: of its alignments that end in blank, and of its alignments that end in its
-last token. A repeated token can only extend the former.
+Continuous Speech Recognition using Bi-Directional Recurrent DNNs, algorithm 1, with an optional language model.
 
-All computations are in float64: a path's log probability is about -10^5 after ten minutes, where float32 has steps of
-0.008.
-
-B batch, T' encoder frames, V vocabulary, U = T' maximal tokens, K beam, C tokens tried in a frame.
+B batch, N candidates, K hypotheses per utterance (the beam), T' encoder frames, D model width, V vocabulary, U = T'
+maximal tokens, C tokens tried in a frame.
 """
 
 import math
@@ -179,6 +169,10 @@ def mask_padding_as_blank(log_probabilities: torch.Tensor, encoded_lengths: Leng
 
 # --------------------
 # CTC prefix beam search: the likeliest token sequences, each summed over all alignments that the beam has kept.
+#
+# Every prefix in the beam has two probabilities: of its alignments that end in blank, and of its alignments that end in
+# its last token. A repeated token can only extend the former. All computations are in float64: a path's log probability
+# is about -10^5 after ten minutes, where float32 has steps of 0.008.
 
 
 NO_TOKEN = -1

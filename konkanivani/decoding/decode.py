@@ -1,19 +1,13 @@
 """Decoding of encoder frames: choice of the search, and beam search over the scores of several models.
 
-Radford et al. (2023), Robust Speech Recognition via Large-Scale Weak Supervision, section 4.5, and the published code:
-a timestamp precedes and follows each segment of text, and timestamps never decrease.
-
-B batch, K hypotheses per utterance, V vocabulary.
-
 Watanabe et al. (2017), Hybrid CTC/Attention Architecture for End-to-End Speech Recognition: a hypothesis has the score
 
     (1 - w) log p_attention + w log p_CTC + l log p_language model + bonus x tokens
 
 over all of its tokens. For an unfinished hypothesis, p_CTC is the probability of all sequences with that prefix.
 
-B utterances not yet finished, K hypotheses per utterance (the beam), C candidates of a hypothesis, V vocabulary.
-
-B batch, T' encoder frames, D model width, V vocabulary.
+B utterances (in a search: those not yet finished), K hypotheses per utterance (the beam), C candidates of a hypothesis,
+V vocabulary, T' encoder frames, D model width.
 """
 
 import math
@@ -42,6 +36,9 @@ from konkanivani.lengths import Lengths
 
 # --------------------
 # Generation rules of a model trained with timestamps: tokens that are never generated, and consistent timestamps.
+#
+# Radford et al. (2023), Robust Speech Recognition via Large-Scale Weak Supervision, section 4.5, and the published
+# code: a timestamp precedes and follows each segment of text, and timestamps never decrease.
 
 
 class RuledScorer:

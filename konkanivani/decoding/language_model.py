@@ -1,18 +1,7 @@
 """Back-off n-gram language model for a beam, and its fusion with the scores of CTC.
 
-Katz (1987), Estimation of Probabilities from Sparse Data: the probability of a token after a context is their n-gram's
-if there is one; otherwise it is the context's backoff weight (1 if it has none) times the probability after the context
-without its first token.
-
-The n-grams are a trie in sorted arrays. A state is a node of it: the longest suffix of the tokens so far that is a
-prefix of an n-gram, so that equal token sequences always have the same state.
-
-R hypotheses (rows), V vocabulary, E n-grams, N states.
-
-A transcript has the score log P_CTC + weight x log P_language model + bonus x tokens, where P_language model includes
-the end of the sentence. An unfinished prefix is scored without that end.
-
-B batch, K prefixes per utterance (the beam), V vocabulary, C tokens tried in a frame, R rows.
+B batch, K prefixes per utterance (the beam), R hypotheses (rows), V vocabulary, C tokens tried in a frame, E n-grams,
+N states.
 """
 
 import dataclasses
@@ -31,6 +20,11 @@ from konkanivani.errors import DataError
 
 # --------------------
 # Back-off n-gram language model, stored so that all hypotheses of a beam are scored at once.
+#
+# Katz (1987), Estimation of Probabilities from Sparse Data: the probability of a token after a context is their
+# n-gram's if there is one; otherwise it is the context's backoff weight (1 if it has none) times the probability after
+# the context without its first token. The n-grams are a trie in sorted arrays. A state is a node of it: the longest
+# suffix of the tokens so far that is a prefix of an n-gram, so that equal token sequences always have the same state.
 
 
 ROOT = 0  # state of the empty context
@@ -298,6 +292,9 @@ def _link(
 
 # --------------------
 # Language model scores for CTC prefix beam search: shallow fusion (Hannun et al., 2014).
+#
+# A transcript has the score log P_CTC + weight x log P_language model + bonus x tokens, where P_language model includes
+# the end of the sentence. An unfinished prefix is scored without that end.
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,13 @@
 """Scorers of a beam search: attention decoder, CTC prefixes, language model.
 
-Watanabe et al. (2017), Hybrid CTC/Attention Architecture for End-to-End Speech Recognition, algorithm 2. A hypothesis
-has two forward variables per frame: the probability of all alignments of the frames so far that spell it and end in
-blank, and of those that end in its last token. The prefix probability needs no variables of its own: an alignment of a
-longer transcript starts the last token exactly once, in some frame, after an alignment of the tokens before.
-
-Forward variables are float64: a path's log probability is about -10^5 after ten minutes, where float32 has steps of
-0.008.
-
-B batch, T' encoder frames, V vocabulary, K hypotheses per utterance (the beam), C candidates of a hypothesis.
-
 A scorer serves one search and changes with it: `score` returns the scores of every hypothesis extended by one token,
 `follow` continues with the hypotheses that the search has chosen, `keep` with the utterances that are not finished.
 Scores are float64 log probabilities in nats of whole hypotheses.
 
-B batch, K hypotheses per utterance, C candidates of a hypothesis, V vocabulary, T' encoder frames, D model width.
+Watanabe et al. (2017), Hybrid CTC/Attention Architecture for End-to-End Speech Recognition, algorithm 2.
+
+B batch, K hypotheses per utterance (the beam), C candidates of a hypothesis, V vocabulary, T' encoder frames, D model
+width.
 """
 
 import math
@@ -32,6 +25,12 @@ from konkanivani.models.asr import BLANK
 
 # --------------------
 # CTC prefix scores for an attention decoder's hypotheses: the probability that a transcript starts with them.
+#
+# A hypothesis has two forward variables per frame: the probability of all alignments of the frames so far that spell it
+# and end in blank, and of those that end in its last token. The prefix probability needs no variables of its own: an
+# alignment of a longer transcript starts the last token exactly once, in some frame, after an alignment of the tokens
+# before. Forward variables are float64: a path's log probability is about -10^5 after ten minutes, where float32 has
+# steps of 0.008.
 
 
 # Frames scored at once: B x K x 32 x C numbers exist at a time, not B x K x T' x C.

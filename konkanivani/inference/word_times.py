@@ -1,17 +1,6 @@
 """Transcripts with the times of their words, and formats of them: text, SRT, VTT and JSON.
 
-SubRip has no standard; WebVTT is specified by the W3C (w3.org/TR/webvtt1). Cues have at most two lines of 42 characters
-and last at most seven seconds (limits of Netflix's Timed Text Style Guides).
-
-As in OpenAI's whisper (timing.py, 2023): the attention weights of some heads are standardised over the tokens, smoothed
-with a median filter over frames and averaged; dynamic time warping then finds a monotonic path through them.
-
-L blocks, H heads, U tokens, T' encoder frames, D model dimension.
-
-Graves et al. (2006), Connectionist Temporal Classification; Kürzinger et al. (2020), CTC-Segmentation of Large Corpora
-for German End-to-end Speech Recognition.
-
-T' encoder frames, D model dimension, V vocabulary, U tokens.
+L blocks, H heads, U tokens, T' encoder frames, D model dimension, V vocabulary.
 """
 
 import html
@@ -91,6 +80,9 @@ class Transcript:
 
 # --------------------
 # Transcripts as plain text, JSON or subtitles, written segment by segment.
+#
+# SubRip has no standard; WebVTT is specified by the W3C (w3.org/TR/webvtt1). Cues have at most two lines of 42
+# characters and last at most seven seconds (limits of Netflix's Timed Text Style Guides).
 
 
 LINE_CHARACTERS = 42
@@ -225,6 +217,9 @@ def vtt_time(milliseconds: int) -> str:
 
 # --------------------
 # Token times from the decoder's cross-attention.
+#
+# As in OpenAI's whisper (timing.py, 2023): the attention weights of some heads are standardised over the tokens,
+# smoothed with a median filter over frames and averaged; dynamic time warping then finds a monotonic path through them.
 
 
 MEDIAN_FRAMES = 7
@@ -313,6 +308,9 @@ def first_frames(costs: np.ndarray) -> list[int]:
 
 # --------------------
 # Word times of a hypothesis from its best CTC alignment or from cross-attention, for any decoder.
+#
+# Graves et al. (2006), Connectionist Temporal Classification; Kürzinger et al. (2020), CTC-Segmentation of Large
+# Corpora for German End-to-end Speech Recognition.
 
 
 # Seconds, used until delays have been measured: from the start of a word to the middle of the frame that emits its
