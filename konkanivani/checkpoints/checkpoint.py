@@ -1,10 +1,5 @@
 """Checkpoint files: reading, writing, verification, and the provenance of their weights.
 
-A checkpoint may come from an untrusted source. `weights_only` prevents its pickle from running code, but not more:
-torch inflates compressed records to any size that they declare, allocates byte arrays of any length that a pickle
-contains, and builds tensors of any size with strides of 0. Everything that torch.save never writes is refused here, at
-the cost of reading the file once.
-
 A checkpoint has torch's zip format and contains tensors, strings, bytes (as a uint8 tensor) and plain numbers only.
 Reading checks the CRC of every record first, because torch.load does not, and refuses content that torch.save never
 writes.
@@ -30,6 +25,11 @@ from konkanivani.files import conversion_hint
 
 # --------------------
 # Validation of torch.save archives before torch.load reads them.
+#
+# A checkpoint may come from an untrusted source. `weights_only` prevents its pickle from running code, but not more:
+# torch inflates compressed records to any size that they declare, allocates byte arrays of any length that a pickle
+# contains, and builds tensors of any size with strides of 0. Everything that torch.save never writes is refused here,
+# at the cost of reading the file once.
 
 
 MAX_DIRECTORY_BYTES = 2**21  # central directory of the zip: about 70 bytes per tensor

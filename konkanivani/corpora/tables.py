@@ -1,15 +1,4 @@
-"""Tables of corpora, and the utterances found in them with their splits.
-
-A drawn split is a pure function of the seed and of the names and durations of speakers or utterances; it does not
-depend on the order of rows.
-
-Only regular files are opened, so a named pipe cannot block the reader. Bytes that are not UTF-8 become lone surrogates
-(`surrogateescape`) instead of raising. UTF-16, which Excel calls Unicode text, is read if the file starts with a byte
-order mark (BOM).
-
-In such tables a quotation mark is a literal character of its sentence, and need not be paired. Therefore rows are
-joined only if they certainly belong together.
-"""
+"""Tables of corpora, and the utterances found in them with their splits."""
 
 import codecs
 import csv
@@ -123,6 +112,9 @@ SourceRows = Iterator[SourceUtterance | RefusedRow]
 
 # --------------------
 # Split assignment: by the names in a corpus, or drawn in hash order.
+#
+# A drawn split is a pure function of the seed and of the names and durations of speakers or utterances; it does not
+# depend on the order of rows.
 
 
 SPLITS = ("train", "valid", "test")
@@ -197,6 +189,10 @@ def _choose_names(names: list[str], lengths: Mapping[str, int], target: float, m
 
 # --------------------
 # Text files of a corpus: lines, tables with and without a header, and JSON.
+#
+# Only regular files are opened, so a named pipe cannot block the reader. Bytes that are not UTF-8 become lone
+# surrogates (`surrogateescape`) instead of raising. UTF-16, which Excel calls Unicode text, is read if the file starts
+# with a byte order mark (BOM).
 
 
 MAX_BYTES = 2**28  # of a file that is read as a whole
@@ -406,6 +402,9 @@ def as_seconds(value: object) -> float | None:
 
 # --------------------
 # Repair of rows that were split when a program that quotes (pandas) wrote a line end into a cell.
+#
+# In tables without quoting, a quotation mark is a literal character of its sentence, and need not be paired. Therefore
+# rows are joined only if they certainly belong together.
 
 
 MAX_ROWS = 20  # into which one row may have been split

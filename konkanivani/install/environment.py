@@ -1,8 +1,7 @@
 """Virtual environment of the project, and defaults of the process.
 
-Standard library only: training_scripts/bootstrap.py applies them before torch is imported.
-
-Standard library only: training_scripts/bootstrap.py uses it before anything is installed.
+Standard library only: training_scripts/bootstrap.py uses it before anything is installed, and applies the defaults
+before torch is imported.
 """
 
 import configparser

@@ -1,7 +1,5 @@
 """PyTorch build for this machine, and installation of packages.
 
-Standard library only: training_scripts/bootstrap.py imports it before torch is installed.
-
 Standard library only: training_scripts/bootstrap.py uses it before anything is installed.
 """
 

@@ -1,12 +1,5 @@
 """Placement of model weights on the GPU or in host memory, and the prefetch of offloaded blocks.
 
-The input of a fetched block, which its recomputation starts from, waits in host memory for the backward pass, unless
-memory is left for a prefetch: of a deep model's activations, the blocks' inputs are then the largest part.
-
-With `Placement.prefetch` on CUDA, the host weights are page-locked and copied in a second stream, so that the transfer
-overlaps with the block's matrix products (Rajbhandari et al., 2021). Otherwise each block's weights are copied when the
-block needs them.
-
 The *master* of an offloaded trained weight is an fp32 tensor in host memory, and a parameter of the model. Autograd
 copies its gradient to the host, synchronously, so that clipping, AdamW (which updates it on the host), checkpointing
 and resuming handle it like any other weight. A block computes with a copy on the GPU that exists only while the block
@@ -34,6 +27,12 @@ from konkanivani.models.conformer import RunBlock, WrapBlock
 
 # --------------------
 # Transfer of block weights from host memory to the GPU, with prefetch of the next block.
+#
+# With `Placement.prefetch` on CUDA, the host weights are page-locked and copied in a second stream, so that the
+# transfer overlaps with the block's matrix products (Rajbhandari et al., 2021). Otherwise each block's weights are
+# copied when the block needs them. The input of a fetched block, which its recomputation starts from, waits in host
+# memory for the backward pass, unless memory is left for a prefetch: of a deep model's activations, the blocks' inputs
+# are then the largest part.
 
 
 Sources = Sequence[Mapping[str, torch.Tensor]]

@@ -1,9 +1,4 @@
-"""Files of pretrained models and LoRA adapters: JSON and safetensors, validated before anything is allocated.
-
-Folders are either written completely or do not exist.
-
-No code in them is run; pickle is refused.
-"""
+"""Files of pretrained models and LoRA adapters: JSON and safetensors, validated before anything is allocated."""
 
 import contextlib
 import json

@@ -1,11 +1,4 @@
-"""Paths of recordings: names of formats, roots, and Unicode forms.
-
-A relative path that leads outside is rejected before anything is opened: first by its name, then after its links are
-resolved. An absolute path is accepted, because the user has named the manifest that contains it.
-
-macOS writes names decomposed (NFD); tables and keyboards usually compose them (NFC). Both look the same, but Linux file
-systems compare bytes.
-"""
+"""Paths of recordings: names of formats, roots, and Unicode forms."""
 
 import os
 import unicodedata
@@ -45,6 +38,9 @@ def audio_rank(path: PurePath) -> int:
 
 # --------------------
 # Folders that may contain a manifest's audio: the manifest's own folder and those given with --audio_roots.
+#
+# A relative path that leads outside is rejected before anything is opened: first by its name, then after its links are
+# resolved. An absolute path is accepted, because the user has named the manifest that contains it.
 
 
 OUTSIDE = "it is outside of its manifest's folder: allow its folder with --audio_roots"
@@ -80,6 +76,9 @@ def _is_inside(path: str, roots: tuple[str, ...]) -> bool:
 
 # --------------------
 # Lookup of paths that are stored in another Unicode normal form.
+#
+# macOS writes names decomposed (NFD); tables and keyboards usually compose them (NFC). Both look the same, but Linux
+# file systems compare bytes.
 
 
 SCRIPTS_OF_INDIA = range(0x0900, 0x0E00)

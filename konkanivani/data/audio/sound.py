@@ -1,13 +1,4 @@
-"""Open recordings: metadata and blocks of samples.
-
-This module does not import torch.
-
-libsndfile reads a truncated file without an error, as if it were complete, so the header is parsed here.
-
-Programs that cannot seek back, or were stopped before they could, leave 0 (or all ones) in the header. FFmpeg reads
-such files to their end; libsndfile reports an empty file or refuses it. `length_patches` returns the header bytes that
-make libsndfile read to the end; they are replaced while reading, the file itself is never changed.
-"""
+"""Open recordings: metadata and blocks of samples. This module does not import torch."""
 
 import contextlib
 import io
@@ -169,6 +160,8 @@ def open_file(source: AudioSource) -> io.BufferedReader:
 
 # --------------------
 # Detection of truncated files: the number of bytes of samples that a header states, compared with the file's size.
+#
+# libsndfile reads a truncated file without an error, as if it were complete, so the header is parsed here.
 
 
 UNKNOWN_FROM = 0x7FFF0000  # lengths from here on, or 0, are placeholders of programs that did not know the length
@@ -226,6 +219,10 @@ def iterate_chunks(opened: OpenedAudio, shape: str, begin: int) -> Iterator[tupl
 
 # --------------------
 # Containers with unset length fields, as written by killed recorders and into pipes.
+#
+# Programs that cannot seek back, or were stopped before they could, leave 0 (or all ones) in the header. FFmpeg reads
+# such files to their end; libsndfile reports an empty file or refuses it. `length_patches` returns the header bytes
+# that make libsndfile read to the end; they are replaced while reading, the file itself is never changed.
 
 
 TO_THE_END = 0xFFFFFFFF  # libsndfile reads a WAV, AIFF or AU with this length to the end of the file

@@ -1,12 +1,4 @@
-"""Content of a .nemo file: archive, configuration and tokenizer.
-
-Members are found from their headers alone and identified by the last part of their names. No file is extracted to a
-path of the archive's choice, and no code in it is run.
-
-A model is a protocol buffer (sentencepiece_model.proto). Field 1 holds the pieces in the order of their ids, and a
-later occurrence of a field overrides an earlier one. Pieces can therefore be inserted and ids overridden without
-parsing the rest.
-"""
+"""Content of a .nemo file: archive, configuration and tokenizer."""
 
 import base64
 import contextlib
@@ -37,6 +29,9 @@ if TYPE_CHECKING:
 
 # --------------------
 # Reader of .nemo files: plain or gzipped tar archives of a configuration, weights and tokenizers.
+#
+# Members are found from their headers alone and identified by the last part of their names. No file is extracted to a
+# path of the archive's choice, and no code in it is run.
 
 
 CONFIG = "model_config.yaml"
@@ -325,6 +320,10 @@ def read_yaml(text: bytes, path: Path) -> object:
 
 # --------------------
 # Conversion of SentencePiece models to this project's layout: blank, unknown, start and end tokens, then the pieces.
+#
+# A model is a protocol buffer (sentencepiece_model.proto). Field 1 holds the pieces in the order of their ids, and a
+# later occurrence of a field overrides an earlier one. Pieces can therefore be inserted and ids overridden without
+# parsing the rest.
 
 
 PIECE = 1
