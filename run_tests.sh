@@ -39,10 +39,10 @@ stage "ruff format" "$PYTHON" -m ruff format --check .
 stage "lint-imports" "$PYTHON" -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 # Compiled files stay: each of pytest's processes, and each script that it starts, would compile them again.
 unset PYTHONDONTWRITEBYTECODE
-# Each process runs one test file at a time. One process more than there are cores, because tests wait for children.
+# Each process runs one test file at a time. More processes than cores, because tests wait for children and disks.
 # The slowest files come first (tests/conftest.py), so that no process is left alone with one at the end.
 cores="$("$PYTHON" -c "import os; print(len(os.sched_getaffinity(0)))")"
-processes="$((cores < 4 ? cores + 1 : 4))"
+processes="$((cores < 3 ? cores + 2 : 4))"
 stage "pytest" "$PYTHON" -m pytest --numprocesses "$processes" --dist loadfile --no-loadscope-reorder "$@"
 stage "mypy" end_of_mypy
 if [[ -n "$(nvidia-smi -L 2>/dev/null || true)" ]]; then stage "pytest on the card" "$PYTHON" -m pytest --card "$@"; fi

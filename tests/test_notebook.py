@@ -1,12 +1,18 @@
-"""The notebook runs from start to end, and the stored outputs come from such a run."""
+"""The notebook runs from start to end, and the stored outputs come from such a run.
 
+The whole notebook runs with --full only; its settings and outputs are always checked.
+"""
+
+import ast
 import copy
+import dataclasses
 import json
 
 import nbclient
 import nbformat
 import pytest
 
+import konkanivani
 from notebooks.run_notebook import NOTEBOOK, execute, without_machine
 from tests.conftest import ROOT
 from tests.whisper.small_model import write_model
@@ -27,6 +33,28 @@ def pictures(notebook: nbformat.NotebookNode) -> int:
     return sum("image/png" in o.get("data", {}) for cell in notebook.cells for o in cell.get("outputs", ()))
 
 
+def unknown_settings(source: str) -> list[str]:
+    """Return the keywords in calls of konkanivani's dataclasses that are not among their fields."""
+    unknown = []
+    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+        kind = getattr(konkanivani, getattr(call.func, "id", ""), None)
+        if kind is not None and dataclasses.is_dataclass(kind):
+            fields = {field.name for field in dataclasses.fields(kind)}
+            unknown += [f"{call.func.id}.{word.arg}" for word in call.keywords if word.arg not in fields]
+    return unknown
+
+
+def test_settings_exist_and_each_cell_has_its_output(stored):
+    source = "\n".join(cell.source for cell in stored.cells if cell.cell_type == "code")
+    imported = [name for name in ast.walk(ast.parse(source)) if isinstance(name, ast.ImportFrom)]
+    names = {alias.name for node in imported if node.module == "konkanivani" for alias in node.names}
+    assert len(names) > 5 and all(hasattr(konkanivani, name) for name in names)
+    assert unknown_settings(source) == []
+    assert unknown_settings("TrainConfig(run=RunConfig(presets=1))") == ["RunConfig.presets"]
+    assert all(map(str.strip, outputs(stored)[2:])) and pictures(stored) == 1
+
+
+@pytest.mark.full
 def test_notebook_runs_from_start_to_end(stored, tmp_path, monkeypatch):
     write_model(tmp_path / "whisper")
     monkeypatch.setenv("KONKANIVANI_WHISPER", str(tmp_path / "whisper"))
@@ -39,7 +67,7 @@ def test_notebook_runs_from_start_to_end(stored, tmp_path, monkeypatch):
     row = json.loads((tmp_path / "data/builtin/test.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert f"reference:  {row['text']}" in joined
     assert str(tmp_path) not in joined and str(ROOT) not in joined
-    assert len(outputs(stored)) == len(text) and all(map(str.strip, outputs(stored)[2:]))
+    assert len(outputs(stored)) == len(text)
     assert pictures(executed) == pictures(stored) == 1
 
 

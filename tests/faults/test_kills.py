@@ -47,6 +47,7 @@ def test_run_killed_at_every_point_of_a_save_equals_undisturbed_run(killed_run, 
     assert differences_from_undisturbed(killed_run, run_for_kills_at_points(corpus, tmp_path / "undisturbed")) == []
 
 
+@pytest.mark.full
 def test_run_killed_at_random_with_workers_equals_undisturbed_run(corpus, tmp_path):
     run, draw = run_for_random_kills(corpus, tmp_path / "killed"), random.Random(0)
     for _ in range(3):

@@ -20,7 +20,7 @@ from konkanivani.errors import CheckpointError
 from konkanivani.recipe.build import build_run
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
-from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, read_log, run_folders
+from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, mark_full, read_log, run_folders
 from tests.faults.long_run import LongRun, TrainingProcess
 from tests.faults.repeated_kills import small_endless_run
 from tests.faults.resumed_runs import checkpoint_differences
@@ -196,7 +196,7 @@ def test_signal_during_a_slow_write_exits_without_a_second_write(corpus, tmp_pat
     assert resumed_step(run) == 4
 
 
-@pytest.mark.parametrize("delay", [0.5, 6.5], ids=["soon", "after the micro-batch timeout"])
+@pytest.mark.parametrize("delay", [0.5, *mark_full(6.5)], ids=["soon", "after the micro-batch timeout"])
 def test_second_signal_during_a_slow_write_exits_at_once(delay, corpus, tmp_path):
     run = run_with_periodic_saves(corpus, tmp_path / "run")
     trainer = start_slow_write(run, seconds=60)
@@ -245,7 +245,7 @@ def check_resumes(run: RankRun, saved: int) -> None:
     assert [record["step"] for record in read_log(run.directory)] == list(range(1, saved + 3))
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("sharded", [False, *mark_full(True)], ids=["whole", "sharded"])
 def test_ranks_signalled_twice_during_a_slow_write_save_a_whole_checkpoint(sharded, corpus, tmp_path):
     """torchrun forwards a signal that the ranks may have received from the scheduler already."""
     run = RankRun(corpus, tmp_path / "run", sharded=sharded)
@@ -262,6 +262,7 @@ def test_ranks_signalled_twice_during_a_slow_write_save_a_whole_checkpoint(shard
     check_resumes(run, 4)
 
 
+@pytest.mark.full
 def test_torchrun_signalled_during_a_slow_write_saves_a_whole_checkpoint(corpus, tmp_path):
     run = RankRun(corpus, tmp_path / "run", is_cold=False)
     run.directory.mkdir(parents=True)

@@ -16,6 +16,7 @@ def test_dead_worker_is_replaced_once(bench: ResumeBench, case, tmp_path):
     assert lost_worker_findings(bench, case, tmp_path / "run") == []
 
 
+@pytest.mark.full  # it waits for the whole timeout
 def test_stopped_worker_ends_the_run_within_the_timeout(bench, tmp_path):
     assert lost_worker_findings(bench, LostWorker("stopped", signal.SIGSTOP, False, 1), tmp_path / "run") == []
 

@@ -81,6 +81,7 @@ def corpus_with_broken_recording(directory: Path) -> Corpus:
     return corpus
 
 
+@pytest.mark.full
 def test_sharded_run_restarts_with_smaller_micro_batches_after_oom(corpus, tmp_path):
     run = RankRun(corpus, tmp_path, sharded=True, steps=1)
     flags = (*run.flags(), "--batch_size", "4")

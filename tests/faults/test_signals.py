@@ -14,7 +14,7 @@ from konkanivani.recipe.build import build_run
 from konkanivani.training import validation as evaluation
 from konkanivani.training.interruption import PATIENCE
 from konkanivani.training.loop import train
-from tests.conftest import ROOT, TINY_MODEL, read_log, run_folders
+from tests.conftest import ROOT, TINY_MODEL, mark_full, read_log, run_folders
 from tests.faults.long_run import LongRun, processes_in_group
 from tests.faults.repeated_kills import differences_from_undisturbed
 from tests.faults.signals import (
@@ -73,7 +73,7 @@ def test_signal_interrupts_waiting_for_hanging_workers_and_kills_them(run):
     "fault",
     [
         HangingCall("konkanivani.training.step.forward_and_backward", 2),
-        HangingCall("konkanivani.training.validation.recognize", 1),
+        *mark_full(HangingCall("konkanivani.training.validation.recognize", 1)),
     ],
     ids=["in a micro-batch", "in validation"],
 )
@@ -83,7 +83,7 @@ def test_hanging_call_is_abandoned_and_earlier_steps_are_saved(run, fault):
     assert not list(run.checkpoints.glob("*.partial"))
 
 
-@pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.parametrize("signals", [*mark_full(1), 2])
 def test_hanging_rehearsal_leaves_no_files(corpus, tmp_path, signals):
     assert stop_during_hanging_rehearsal(run_for_rehearsal(corpus, tmp_path), signals) == [".lock"]
 
@@ -110,6 +110,7 @@ def test_workers_exit_after_the_trainer_is_killed_even_if_they_hang(run):
     assert remaining_processes(trainer) == []
 
 
+@pytest.mark.full
 def test_repeatedly_signalled_run_equals_undisturbed_run(run, corpus, tmp_path):
     assert differences_from_undisturbed(run, run_for_signals(corpus, tmp_path / "undisturbed")) == []
 

@@ -4,6 +4,8 @@ The first two commands of the README are run by `.ci/run`.
 """
 
 import contextlib
+import dataclasses
+import importlib
 import json
 import re
 import shlex
@@ -17,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from konkanivani.cli.main import COMMANDS
+from konkanivani.command_line import read_flags
 from konkanivani.config import PRESETS, TrainConfig
 from konkanivani.models.architecture import architecture_of
 from konkanivani.models.asr import parameter_count
@@ -151,6 +155,35 @@ def test_readme_commands_run(folder):
     checked(fork_server().run_program(program, cwd=folder))
 
 
+def flags_of_script(script: str) -> type:
+    """Return the dataclass of flags of a script in training_scripts/."""
+    (name,) = re.findall(r'run_command\("(\w+)"\)', (ROOT / script).read_text(encoding="utf-8"))
+    return importlib.import_module(f"konkanivani.cli.{COMMANDS[name].module}").Flags
+
+
+def has_default(field: dataclasses.Field) -> bool:
+    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+
+
+def test_page_commands_are_accepted_by_their_parsers(capsys):
+    """Parse the commands of all pages; they run with --full only."""
+    listed = [command for page in (README, *PAGES) for command in commands(page, "python3 training_scripts/")]
+    # These two rewrite their command line before they parse it.
+    rewriting = (COMPARISON, f"{PLANNER} --checkpoint")
+    assert len(listed) > 30
+    for command in (command for command in listed if not any(part in command for part in rewriting)):
+        script, *words = shlex.split(command)[1:]
+        kind = flags_of_script(script)
+        default = kind() if all(map(has_default, dataclasses.fields(kind))) else None
+        try:
+            read_flags(kind, words, default, description="")
+        except SystemExit:
+            pytest.fail(command)
+    with pytest.raises(SystemExit, match="2"):
+        read_flags(flags_of_script("training_scripts/transcribe.py"), ["a.wav", "--formats", "srt"], description="")
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("page", [page.stem for page in PAGES if commands(page, "python3 ")])
 def test_page_commands_run(folder, page):
     """Run the commands of a page in order after the first training run of docs/training.md."""

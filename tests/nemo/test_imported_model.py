@@ -83,6 +83,7 @@ def test_bundle_gives_equal_output_and_keeps_provenance(name, imported, tmp_path
         assert json.loads(file.metadata()["konkanivani"])["provenance"] == provenance.state_dict()
 
 
+@pytest.mark.full
 def test_onnx_file_gives_equal_output(imported, tmp_path):
     model = build_speech_model(read_checkpoint(imported / "parakeet.pt"), CPU)  # other kind: test_block_options.py
     (tmp_path / "a.onnx").write_bytes(build_onnx(model))
