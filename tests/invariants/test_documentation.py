@@ -1,5 +1,6 @@
 """Invariant 10: the commands of the README and the pages run on a tiny corpus, and their statements are true.
 
+Commands of the pages in docs/ run with --full, and are parsed without it.
 The first two commands of the README are run by `.ci/run`.
 """
 
