@@ -1,4 +1,4 @@
-"""What benchmarks share: command lines of several parts, and the time and memory of an optimizer step on a fixed batch.
+"""Command lines with subcommands, and time and memory of an optimizer step on a fixed batch, for benchmarks.
 
 B batch, T feature frames, F mel bins, U tokens.
 """

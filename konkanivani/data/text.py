@@ -1,19 +1,4 @@
-"""Text: normalisation, format characters and tokenizers.
-
-| characters | scored and trained text | written text (Whisper) |
-|---|---|---|
-| ZWJ in a sequence of `EQUIVALENT` | mapped | mapped |
-| other ZWJ and ZWNJ (Bengali ya-phalaa, Kannada, Sinhala, Persian) | dropped | kept |
-| visible signs of `VISIBLE` (Arabic, Syriac, Kaithi) | dropped | kept |
-| all others (direction marks, BOM, soft hyphen, tags) | dropped | dropped |
-
-Unicode names no equivalent encoding without the joiner for the second row, so the joiner cannot be mapped.
-
-Normalisation applies these steps in order: Unicode NFC; joiner sequences with an equivalent encoding are mapped to it
-and other format characters are removed (table above); digits are kept or spelt one by one (`digits="spell"`);
-dandas, punctuation and symbols become spaces; letters become lower case; spaces are merged. Vowel signs, anusvara,
-candrabindu, virama, nukta and avagraha are kept.
-"""
+"""Text: normalisation, format characters and tokenizers."""
 
 import dataclasses
 import io
@@ -32,6 +17,15 @@ from konkanivani.errors import DataError, UsageError
 
 # --------------------
 # Format characters (Unicode general category Cf) in transcripts: kept, mapped or dropped.
+#
+# | characters | scored and trained text | written text (Whisper) |
+# |---|---|---|
+# | ZWJ in a sequence of `EQUIVALENT` | mapped | mapped |
+# | other ZWJ and ZWNJ (Bengali ya-phalaa, Kannada, Sinhala, Persian) | dropped | kept |
+# | visible signs of `VISIBLE` (Arabic, Syriac, Kaithi) | dropped | kept |
+# | all others (direction marks, BOM, soft hyphen, tags) | dropped | dropped |
+#
+# Unicode names no equivalent encoding without the joiner for the second row, so the joiner cannot be mapped.
 
 
 MAX_NAMED = 8  # kinds of characters listed in a message
@@ -180,6 +174,11 @@ FREE = GenerationRules()
 
 # --------------------
 # Normalisation of transcripts, and SentencePiece tokenizers of normalised text.
+#
+# Normalisation applies these steps in order: Unicode NFC; joiner sequences with an equivalent encoding are mapped to it
+# and other format characters are removed (table above); digits are kept or spelt one by one (`digits="spell"`); dandas,
+# punctuation and symbols become spaces; letters become lower case; spaces are merged. Vowel signs, anusvara,
+# candrabindu, virama, nukta and avagraha are kept.
 
 
 WORD_BOUNDARY = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's mark before a word

@@ -1,14 +1,5 @@
 """N-gram language models: counts, ARPA files and lookup.
 
-A file has a section per order. A line holds the base-10 log probability of an n-gram, its words and, except in the last
-section, the base-10 log of its backoff weight (0 if omitted). The words are the tokenizer's pieces as it spells them,
-`<s>`, `</s>` and `<unk>`. In memory, logarithms are natural.
-
-Chen and Goodman (1998), An Empirical Study of Smoothing Techniques for Language Modeling, section 3. An n-gram below
-the highest order is counted by the number of different tokens before it; n-grams at the start of a sentence have none
-and are counted by their occurrences (as in Heafield et al., 2013, Scalable Modified Kneser-Ney Language Model
-Estimation). Unigrams are interpolated with the uniform distribution, so that no token of the vocabulary is impossible.
-
 V vocabulary, P positions in the text, N different n-grams of one order, M of the order below.
 """
 
@@ -33,6 +24,10 @@ from konkanivani.files import BYTE_ORDER_MARK, atomic_replace, conversion_hint
 
 # --------------------
 # N-grams of tokens, and reading and writing of ARPA files as SRILM and KenLM do.
+#
+# A file has a section per order. A line holds the base-10 log probability of an n-gram, its words and, except in the
+# last section, the base-10 log of its backoff weight (0 if omitted). The words are the tokenizer's pieces as it spells
+# them, `<s>`, `</s>` and `<unk>`. In memory, logarithms are natural.
 
 
 LN_10 = math.log(10)
@@ -258,6 +253,11 @@ def _lines(orders: Sequence[Ngrams], pieces: list[str]) -> Iterator[str]:
 
 # --------------------
 # Estimation of n-grams of tokens from text: interpolated modified Kneser-Ney.
+#
+# Chen and Goodman (1998), An Empirical Study of Smoothing Techniques for Language Modeling, section 3. An n-gram below
+# the highest order is counted by the number of different tokens before it; n-grams at the start of a sentence have none
+# and are counted by their occurrences (as in Heafield et al., 2013, Scalable Modified Kneser-Ney Language Model
+# Estimation). Unigrams are interpolated with the uniform distribution, so no token of the vocabulary is impossible.
 
 
 # Discounts of counts 1, 2 and >= 3 for texts too small to estimate them: the middle of the possible range.

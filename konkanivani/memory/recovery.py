@@ -2,11 +2,6 @@
 
 The repeated step has the same loss and gradient up to rounding, because losses are sums divided by counts of the global
 batch (`Objective.total`). With dropout, halved micro-batches draw other masks of the same distribution.
-
-With sharded weights, all ranks exit if one of them runs out of memory; the newest checkpoint then predates the failure
-and does not contain it. The restarted run reads these files and uses smaller micro-batches. Each rank writes its own
-file (`write_sizes`), because ranks may be on different machines; `recipe/train.py` writes it, and
-`recipe/planned_step.py` reads all of them.
 """
 
 import dataclasses
@@ -322,6 +317,10 @@ def _out_of_memory_error(batch: Batch, reason: str) -> ResourceError:
 
 # --------------------
 # Sizes of micro-batches that ran out of memory, stored in the checkpoint folder.
+#
+# With sharded weights, all ranks exit if one of them runs out of memory; the newest checkpoint then predates the
+# failure and does not contain it. The restarted run reads these files and uses smaller micro-batches. Each rank writes its
+# own file, because ranks may be on different machines; `recipe/train.py` writes it, `recipe/planned_step.py` reads all.
 
 
 def write_sizes(directory: Path, rank: int, oom_history: OomHistory) -> None:

@@ -1,12 +1,6 @@
 """Fine-tuning: LoRA adapters, frozen layers, and weights taken from another model.
 
-LoRA (Hu et al., 2021): a layer's product is W x + (alpha / r) B A x with W frozen, A (r, D) random and B (D', r) zero,
-so that training starts from the original model, bit for bit. D and D' are the layer's widths, r is the rank.
-
-D model width, H heads. A checkpoint of 12 layers, width 256 can start a model of 6 layers, width 128. Layers are taken
-at even spacing, first and last included. Of each tensor's axis the leading part is taken; if an axis is a concatenation
-of blocks (query, key and value of each head, the two halves of a gate, the mel bands of each channel), the leading part
-of each block.
+D model width, H heads, r rank of an adapter.
 """
 
 import re
@@ -25,6 +19,9 @@ from konkanivani.models.twin import twin_of
 
 # --------------------
 # Trained part of an initialised model: everything, everything that is not frozen, or low-rank additions (LoRA).
+#
+# LoRA (Hu et al., 2021): a layer's product is W x + (alpha / r) B A x with W frozen, A (r, D) random and B (D', r)
+# zero, so that training starts from the original model, bit for bit. D and D' are the widths of the layer.
 
 
 LOW_RANK_TENSORS = ("low_rank.down", "low_rank.up")  # A and B; the layer's name comes first
@@ -171,6 +168,10 @@ def _to_fp32(weight: torch.Tensor) -> torch.Tensor:
 
 # --------------------
 # Transfer of one model's weights into another of other dimensions; larger tensors are cut.
+#
+# A checkpoint of 12 layers, width 256 can start a model of 6 layers, width 128. Layers are taken at even spacing, first
+# and last included. Of each tensor's axis the leading part is taken; if an axis is a concatenation of blocks (query,
+# key and value of each head, the two halves of a gate, the mel bands of each channel), the leading part of each block.
 
 
 POSITIONS = "attention.position.weight"  # projects sines and cosines of distances

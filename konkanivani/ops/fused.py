@@ -1,15 +1,5 @@
 """Fused modules: norm with product, dropout masks, and losses over slices of the vocabulary.
 
-The logits of 448 labels over 51,865 tokens take 89 MiB in fp32, as do their softmax and their gradient: more than all
-activations of Whisper's smaller sizes with recomputation. The sliced loss keeps in its forward pass one number per
-label, the log of the softmax's denominator, and the backward pass recomputes each slice's logits before its part of the
-gradients: four matrix products with this layer's weight, not three.
-
-By default, autograd keeps the input and the output of a LayerNorm and of an activation, although either is cheap to
-compute from the other: two fifths of a Conformer block's activations. `fused_linear` keeps the input only. Of dropout,
-autograd keeps the mask as floats, a tenth of a step's activations; here it takes one byte per number. The twins share
-the plain blocks' parameters and names and compute the same numbers.
-
 B batch, T frames or tokens, S encoder frames, N labels, D model width, V vocabulary, W columns of a slice.
 """
 
@@ -45,6 +35,11 @@ from konkanivani.ops.products import (
 
 # --------------------
 # Cross entropy over a large vocabulary, computed in slices so that all logits never exist at once.
+#
+# The logits of 448 labels over 51,865 tokens take 89 MiB in fp32, as do their softmax and their gradient: more than all
+# activations of Whisper's smaller sizes with recomputation. The forward pass keeps one number per label, the log of the
+# softmax's denominator, and the backward pass recomputes each slice's logits before its part of the gradients: four
+# matrix products with this layer's weight, not three.
 
 
 SLICE_NUMBERS = 2**21  # of a slice's logits, and of its part of the weight's gradient: 8 MiB in fp32
@@ -291,6 +286,10 @@ class _Tied(torch.autograd.Function):
 
 # --------------------
 # Blocks whose norms, activations and residual additions are computed with the neighbouring operation.
+#
+# `ops.products.fused_linear` keeps the input of a norm and an activation only. Of dropout, autograd keeps the mask as
+# floats, a tenth of a step's activations; here it takes one byte per number. The twins share the plain blocks'
+# parameters and names and compute the same numbers.
 
 
 class MaskedDropout(Dropout):

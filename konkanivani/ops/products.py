@@ -1,13 +1,5 @@
 """Matrix products and depthwise convolutions of a CPU, in faster layouts.
 
-On a CPU, PyTorch computes products with Intel's MKL, which uses AVX-512 on Intel's processors only: on an AMD processor
-with AVX-512 they run at half the machine's rate. oneDNN, which PyTorch bundles and uses for convolutions, uses the
-instructions that it finds.
-
-By default, autograd keeps the input and the output of a LayerNorm and of an activation, although either is cheap to
-compute from the other: two fifths of a Conformer block's activations. `fused_linear` keeps only the input, which a
-residual connection usually keeps anyway (the idea: Chen et al., 2016; for norms: Bulò et al., 2018).
-
 M rows, K inputs (of a convolution: kernel size), N outputs; B batch, T frames or tokens, D input or model width.
 """
 
@@ -30,6 +22,14 @@ from konkanivani.ops.recompute import recomputed_part
 
 # --------------------
 # Matrix products in fp32, by oneDNN if it is faster, and linear layers that keep little for the backward pass.
+#
+# On a CPU, PyTorch computes products with Intel's MKL, which uses AVX-512 on Intel's processors only: on an AMD
+# processor with AVX-512 they run at half the machine's rate. oneDNN, which PyTorch bundles and uses for convolutions,
+# uses the instructions that it finds.
+#
+# By default, autograd keeps the input and the output of a LayerNorm and of an activation, although either is cheap to
+# compute from the other: two fifths of a Conformer block's activations. `fused_linear` keeps only the input, which a
+# residual connection usually keeps anyway (the idea: Chen et al., 2016; for norms: Bulò et al., 2018).
 
 
 HAS_OPERATOR = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # PyTorch's own operator, not part of its public API

@@ -1,15 +1,4 @@
-"""Error rates with confidence intervals.
-
-The alignments are jiwer's, with the fewest edits (Levenshtein 1966). If several alignments have the fewest, their
-division into substitutions, deletions and insertions depends on the program; their sum does not. NIST's sclite weights
-a substitution with 4 and the others with 3 each, so it may find one edit more, with fewer substitutions.
-
-Bisani and Ney (2004), Bootstrap estimates for confidence intervals in ASR performance evaluation: draw utterances with
-replacement, the same number as in the test set, and sum errors and words of each resample. Liu et al. (2020),
-Statistical testing on ASR performance via blockwise bootstrap: the utterances of one speaker are not independent, so
-draw whole speakers. With few speakers that interval is far too short (docs/evaluation.md has the figures), so `auto`
-draws speakers from MIN_SPEAKERS on, and utterances below.
-"""
+"""Word and character error rates, with confidence intervals."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +11,10 @@ import numpy as np
 
 # --------------------
 # Word and character error rates: the edits of each utterance, their sums, and the confused words.
+#
+# The alignments are jiwer's, with the fewest edits (Levenshtein 1966). If several alignments have the fewest, their
+# division into substitutions, deletions and insertions depends on the program; their sum does not. NIST's sclite
+# weights a substitution with 4 and the others with 3 each, so it may find one edit more, with fewer substitutions.
 
 
 EditKind = Literal["hit", "substitution", "deletion", "insertion"]
@@ -183,6 +176,12 @@ def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> ErrorRa
 
 # --------------------
 # Confidence of error rates: 95 % percentile intervals of the bootstrap, for one system and for two compared.
+#
+# Bisani and Ney (2004), Bootstrap estimates for confidence intervals in ASR performance evaluation: draw utterances
+# with replacement, the same number as in the test set, and sum errors and words of each resample. Liu et al. (2020),
+# Statistical testing on ASR performance via blockwise bootstrap: the utterances of one speaker are not independent, so
+# draw whole speakers. With few speakers that interval is far too short (docs/evaluation.md has the figures), so `auto`
+# draws speakers from MIN_SPEAKERS on, and utterances below.
 
 
 RESAMPLES = 2_000

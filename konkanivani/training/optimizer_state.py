@@ -1,9 +1,5 @@
 """Parameter groups, learning rates, and the state of the optimizer, whole or sharded over ranks.
 
-With sharding, each rank keeps its part of every tensor. The weights of a block are gathered when it runs, forward and
-backward, and freed afterwards; its gradient is reduced and sharded at once (Zhao et al., 2023). Therefore the ranks run
-in lockstep: each makes the same number of passes over a global batch as the rank with the most micro-batches.
-
 All optimizer state is allocated in advance. `RateSchedule` covers runs whose length changes when they are resumed.
 """
 
@@ -31,6 +27,10 @@ if TYPE_CHECKING:
 
 # --------------------
 # Sharding of weights, gradients and optimizer state over the ranks with FSDP2, for models too large for one GPU.
+#
+# Each rank keeps its part of every tensor. The weights of a block are gathered when it runs, forward and backward, and
+# freed afterwards; its gradient is reduced and sharded at once (Zhao et al., 2023). Therefore the ranks run in
+# lockstep: each makes the same number of passes over a global batch as the rank with the most micro-batches.
 # FSDP2 and DTensor take 2 s of CPU time to import, which only a sharded run spends.
 
 
