@@ -319,8 +319,9 @@ def _out_of_memory_error(batch: Batch, reason: str) -> ResourceError:
 # Sizes of micro-batches that ran out of memory, stored in the checkpoint folder.
 #
 # With sharded weights, all ranks exit if one of them runs out of memory; the newest checkpoint then predates the
-# failure and does not contain it. The restarted run reads these files and uses smaller micro-batches. Each rank writes its
-# own file, because ranks may be on different machines; `recipe/train.py` writes it, `recipe/planned_step.py` reads all.
+# failure and does not contain it. The restarted run reads these files and uses smaller micro-batches. Each rank writes
+# its own file, because ranks may be on different machines; `recipe/train.py` writes it, `recipe/planned_step.py` reads
+# all of them.
 
 
 def write_sizes(directory: Path, rank: int, oom_history: OomHistory) -> None:
