@@ -4,9 +4,9 @@
     python3 benchmarks/peers/t5_step.py --rounds 5
 
 Both train the same shape from the same weights on the same 8 pairs of 196 and 384 tokens, in fp32 on the CPU, with
-AdamW and clipping, as one step. transformers computes it with gradient checkpointing. Their losses must agree. Peak is
-the number of live tensor bytes counted at dispatch; growth is VmHWM minus the resident memory of the process before its
-model, which includes the holes of the C library's heap.
+clipping and the same optimizer, as one step. transformers computes it with gradient checkpointing. Their losses must
+agree. Peak is the number of live tensor bytes counted at dispatch; growth is VmHWM minus the resident memory of the
+process before its model, which includes the holes of the C library's heap.
 """
 
 import sys
@@ -23,6 +23,7 @@ import json
 import os
 import statistics
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -59,6 +60,7 @@ class T5Terms:
     utterances: int
     inputs: int
     targets: int
+    optimizer: Literal["adamw", "adafactor"]
     device: str = "cpu"
 
     def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,7 +85,7 @@ class KonkaniVani(OwnStep):
                 concurrent_micro_batches=entry.at_once,
             ),
             loss=LossConfig(ctc_weight=0.0, label_smoothing=0.0),
-            optimizer=SCHEDULE,
+            optimizer=dataclasses.replace(SCHEDULE, optimizer=terms.optimizer),
             memory=MemoryConfig(gradient_checkpointing="always" if entry.setting == "recomputed" else "never"),
         )
         rows = zip(*terms.tokens(), strict=True)
@@ -97,7 +99,7 @@ class KonkaniVani(OwnStep):
 
 
 class Transformers:
-    """T5ForConditionalGeneration with gradient checkpointing and AdamW (fused)."""
+    """T5ForConditionalGeneration with gradient checkpointing, and AdamW (fused) or Adafactor of transformers."""
 
     def __init__(self, terms: T5Terms) -> None:
         import transformers
@@ -128,11 +130,18 @@ class Transformers:
         self.model.lm_head.weight = torch.nn.Parameter(torch.empty_like(self.model.shared.weight))
         fill(self.model.named_parameters())
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), betas=(0.9, 0.98), eps=1e-8, weight_decay=0.0, fused=True
-        )
+        self.optimizer = self._optimizer(terms)
         self.steps = 0
         self.step()  # creates the optimizer's state
+
+    def _optimizer(self, terms: T5Terms) -> torch.optim.Optimizer:
+        parameters = self.model.parameters()
+        if terms.optimizer == "adamw":
+            return torch.optim.AdamW(parameters, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.0, fused=True)
+        from transformers.optimization import Adafactor
+
+        # As in this trainer: the learning rate is the schedule's, without first moment.
+        return Adafactor(parameters, lr=SCHEDULE.learning_rate, relative_step=False, scale_parameter=False)
 
     def step(self) -> float:
         """Run one optimizer step; return the loss in nats per token."""
@@ -186,6 +195,8 @@ class Flags:
     """Tokens of an input."""
     targets: int = 384
     """Tokens of a target."""
+    optimizer: Literal["adamw", "adafactor"] = "adamw"
+    """Optimizer of both sides."""
     json: bool = False
     """Print one line of JSON instead of a table."""
 
@@ -199,7 +210,7 @@ def compare(flags: Flags) -> str:
             "The package transformers, with which this compares, is not installed. Run: pip install -e .[test]."
         )
     pythons = dict.fromkeys((OURS, THEIRS), Path(sys.executable))
-    terms = T5Terms(flags.pairs, flags.inputs, flags.targets)
+    terms = T5Terms(flags.pairs, flags.inputs, flags.targets, flags.optimizer)
     results = race(ENTRIES, pythons, terms, flags.rounds, "benchmarks.peers.t5_step")
     losses = [result.loss for result in results]
     if max(losses) - min(losses) > LOSS_SHARE * max(losses):
