@@ -27,6 +27,7 @@ from konkanivani.data.audio.effects import (
     room_response,
     scale_and_clip,
 )
+from konkanivani.data.audio.waveform import restore_peaks
 from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.randomness import utterance_generator
 
@@ -207,10 +208,22 @@ def _babble(samples: int, generator: torch.Generator, talker: Talker) -> torch.T
     return total
 
 
+def _clipped(waveform: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return the waveform (S,) with clipped peaks, in half of the cases restored as when a file is read.
+
+    The other half stands for recordings whose peaks `restore_peaks` does not find: quieter or compressed ones.
+    """
+    waveform = clip_peaks(waveform, draw_uniform(CLIPPING_DB, generator))
+    limit = float(waveform.abs().max())
+    if limit == 0 or draw_number(generator) >= 0.5:
+        return waveform
+    return limit * restore_peaks(waveform / limit, SAMPLE_RATE)
+
+
 def _transmitted(waveform: torch.Tensor, draws: Draws) -> torch.Tensor:
     """Return the waveform (S,) with clipping, a band limit, another level, a DC offset and a codec, as drawn."""
     if generator := draws.of("clipping"):
-        waveform = clip_peaks(waveform, draw_uniform(CLIPPING_DB, generator))
+        waveform = _clipped(waveform, generator)
     if generator := draws.of("band"):
         rate = BAND_RATES[draw_index(len(BAND_RATES), generator)]
         waveform = limit_band(waveform, rate)

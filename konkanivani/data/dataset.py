@@ -23,7 +23,7 @@ from konkanivani.data.audio.effects import (
     scale_and_clip,
 )
 from konkanivani.data.audio.files import SPAN_ROUNDING, AudioSource, UnusableAudio, read_header, read_samples
-from konkanivani.data.audio.waveform import load_audio, resample, speech_span
+from konkanivani.data.audio.waveform import load_audio, resample, restore_peaks, speech_span
 from konkanivani.data.augmentation import RecordingAugmentation, draw_index, draw_number
 from konkanivani.data.batching import Example
 from konkanivani.data.filtering import Selection
@@ -264,7 +264,9 @@ class EvalDataset(Dataset):
         waveform = _read(utterance, self.manifest)
         if isinstance(waveform, Rejection):
             return waveform
-        waveform = condition_named(self.condition).apply(waveform, utterance.id)
+        if self.condition != UNCHANGED:
+            # As if a file had been recorded under this condition and was read here.
+            waveform = restore_peaks(condition_named(self.condition).apply(waveform, utterance.id), SAMPLE_RATE)
         return Example(utterance.id, waveform, self.tokenizer.encode(utterance.text), None)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from konkanivani.data.audio.channels import ChannelMixer
-from konkanivani.data.audio.waveform import Resampler, check_rate, check_samples, scale_samples
+from konkanivani.data.audio.waveform import PeakRestorer, Resampler, check_rate, check_samples, scale_samples
 from konkanivani.errors import DataError
 from konkanivani.inference.recognizer import Recognizer
 from konkanivani.inference.segmentation import STEPS_A_SECOND, TICK_SAMPLES, CausalSegmenter, Piece
@@ -165,6 +165,7 @@ class Listener:
         self._recognizer = recognizer
         self._every = every
         self._skips_passes = skips_passes
+        self._restorer = PeakRestorer(sample_rate)
         self._resampler = Resampler(sample_rate)
         self._quantum = max(1, round(sample_rate * TICK_SAMPLES / SAMPLE_RATE))  # input samples resampled together
         self._mixer = ChannelMixer()
@@ -224,19 +225,23 @@ class Listener:
         self._given = [given[whole:].clone()]
         self._given_count -= whole
         quanta = given[:whole].split(self._quantum)
-        resampled = [self._resampler.accept(self._mixer.accept(quantum)) for quantum in quanta]
-        return self._listen(torch.cat(resampled))
+        return self._listen(torch.cat([self._at_16_khz(quantum) for quantum in quanta]))
 
     def finish(self) -> list[Event]:
         """Return the remaining results at the end of the recording."""
         if self._is_finished:
             return []
         self._is_finished = True
-        resampled = [self._resampler.accept(self._mixer.accept(torch.cat(self._given)))] if self._given else []
-        events = self._listen(torch.cat([*resampled, self._resampler.finish()]))
+        last = [self._at_16_khz(torch.cat(self._given))] if self._given else []
+        last += [self._resampler.accept(self._restorer.finish()), self._resampler.finish()]
+        events = self._listen(torch.cat(last))
         for piece in self._segmenter.advance(self._waveform, is_end=True):
             events += self._finals(piece)
         return events + self._cleared()
+
+    def _at_16_khz(self, quantum: torch.Tensor) -> torch.Tensor:
+        """Return the 16 kHz samples (S,) that are complete with the next samples (S, channels) of the recording."""
+        return self._resampler.accept(self._restorer.accept(self._mixer.accept(quantum)))
 
     def _listen(self, waveform: torch.Tensor) -> list[Event]:
         waveform = torch.cat([self._waveform, waveform])

@@ -1,4 +1,4 @@
-"""Waveforms: resampling and silence.
+"""Waveforms: silence, clipped peaks and resampling.
 
 S samples.
 """
@@ -55,6 +55,117 @@ def speech_span(waveform: torch.Tensor) -> tuple[float, float]:
 
 
 # --------------------
+# Restoration of clipped peaks.
+#
+# A recorder that is too loud cuts peaks off at full scale, which adds harmonics to all frequencies. A cubic between the
+# slopes on both sides of a flat peak removes most of them. It must run before resampling, after which no peak is flat.
+
+
+# Of full scale. A lower plateau may be the top of a wave in a quiet recording with few bits, a higher one is no limit.
+CLIP_LEVEL = 0.98
+CLIP_HIGHEST = 1.02
+CLIP_FLATNESS = 1e-4  # largest difference of neighbouring samples on a plateau
+CLIP_MIN_SAMPLES = 3
+CLIP_MAX_SECONDS = 0.02  # a longer plateau is not half a period of a voice
+# Slopes next to a plateau are those of a sharp bend in loud speech: the full slopes overshoot.
+CLIP_SLOPE = 0.7
+CLIP_MAX_GAIN = 4.0  # height of a restored peak over the plateau
+
+
+def restore_peaks(waveform: torch.Tensor, rate: int) -> torch.Tensor:
+    """Return the waveform (S,) of `rate` Hz with clipped peaks restored; without any, the same tensor.
+
+    A restored peak is higher than 1.
+    """
+    if not len(waveform) or waveform.abs().max() < CLIP_LEVEL:
+        return waveform
+    samples = waveform.numpy()
+    first, count = _plateaus(samples, rate)
+    if not len(first):
+        return waveform
+    # Position of each sample within its plateau, 1 to n, and its plateau's number.
+    number = np.repeat(np.arange(len(first)), count)
+    place = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + 1.0
+    wide = samples.astype(np.float64)
+    sign = np.sign(wide[first])
+    after = first + count
+    left, right = wide[first - 1] * sign, wide[after] * sign
+    length = count + 1.0
+    rise = np.maximum(left - wide[first - 2] * sign, 0.0) * length * CLIP_SLOPE
+    fall = np.minimum(wide[after + 1] * sign - right, 0.0) * length * CLIP_SLOPE
+    # Cubic Hermite interpolation between the last sample before the plateau and the first one after it.
+    t = place / length[number]
+    cubic = (2 * t**3 - 3 * t**2 + 1) * left[number] + (t**3 - 2 * t**2 + t) * rise[number]
+    cubic += (3 * t**2 - 2 * t**3) * right[number] + (t**3 - t**2) * fall[number]
+    level = wide[first] * sign
+    peak = np.clip(cubic, level[number], CLIP_MAX_GAIN * level[number]) * sign[number]
+    restored = samples.copy()
+    restored[first[number] + place.astype(np.int64) - 1] = peak
+    return torch.from_numpy(restored)
+
+
+def _plateaus(samples: np.ndarray, rate: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first sample and the number of samples of each plateau with two samples on both sides of it."""
+    first, count = _flat_runs(samples)
+    fits = (count >= CLIP_MIN_SAMPLES) & (count <= CLIP_MAX_SECONDS * rate)
+    fits &= (first >= 2) & (first + count <= len(samples) - 2)
+    first, count = first[fits], count[fits]
+    # A peak is higher than the samples beside it, so that the edge of a restored peak is not taken for one.
+    sign = np.sign(samples[first])
+    is_peak = np.maximum(samples[first - 1] * sign, samples[first + count] * sign) < samples[first] * sign
+    return first[is_peak], count[is_peak]
+
+
+def _flat_runs(samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first sample and the number of samples of each run, 1 or longer, of equal samples at full scale."""
+    is_loud = (np.abs(samples) >= CLIP_LEVEL) & (np.abs(samples) <= CLIP_HIGHEST)
+    # Whether sample n + 1 belongs to the run of sample n.
+    continues = is_loud[1:] & is_loud[:-1] & (np.abs(np.diff(samples)) <= CLIP_FLATNESS)
+    first = np.flatnonzero(is_loud & ~np.append(False, continues))
+    last = np.flatnonzero(is_loud & ~np.append(continues, False))
+    return first, last - first + 1
+
+
+class PeakRestorer:
+    """Restoration of clipped peaks in a stream, block by block, with the result of `restore_peaks` for any blocks."""
+
+    def __init__(self, rate: int) -> None:
+        self._rate = rate
+        self._before = torch.zeros(0)  # the last two samples that were returned, as they were before
+        self._waiting = torch.zeros(0)
+
+    def accept(self, block: torch.Tensor) -> torch.Tensor:
+        """Return the samples that are complete with the input block (S,): all but a last peak that may go on."""
+        self._waiting = torch.cat([self._waiting, block])
+        samples = torch.cat([self._before, self._waiting])
+        first, count = _flat_runs(samples.numpy())
+        # A peak needs two samples after it, to see its slope. A plateau that is too long for a peak need not wait.
+        is_open = (first + count > len(samples) - 2) & (first >= 2) & (count <= CLIP_MAX_SECONDS * self._rate)
+        return self._take(int(first[is_open].min()) if is_open.any() else len(samples))
+
+    def finish(self) -> torch.Tensor:
+        """Return the remaining samples at the end of the stream."""
+        return self._take(len(self._before) + len(self._waiting))
+
+    def _take(self, end: int) -> torch.Tensor:
+        """Return the waiting samples up to position `end` of those before and waiting, restored."""
+        samples = torch.cat([self._before, self._waiting])
+        taken = restore_peaks(samples, self._rate)[len(self._before) : end]
+        self._waiting = samples[end:]
+        self._before = samples[:end][-2:]
+        return taken
+
+
+def restored_blocks(blocks: Iterable[torch.Tensor], rate: int) -> Iterator[torch.Tensor]:
+    """Restore clipped peaks in a stream of blocks (S,) of `rate` Hz by a `PeakRestorer`."""
+    restorer = PeakRestorer(rate)
+    yield from (restored for block in blocks if len(restored := restorer.accept(block)))
+    rest = restorer.finish()
+    if len(rest):
+        yield rest
+
+
+# --------------------
 # Loading and resampling of audio to 16 kHz mono waveforms, whole or as streams of blocks.
 
 
@@ -83,7 +194,7 @@ def load_audio(source: AudioSource) -> torch.Tensor:
     Raise a `DataError` that names the source if it cannot be used.
     """
     samples, rate = read_samples(source)
-    return resample(mix(samples, source), rate)
+    return resample(restore_peaks(mix(samples, source), rate), rate)
 
 
 def resample(waveform: torch.Tensor, rate: int) -> torch.Tensor:
@@ -110,7 +221,7 @@ def change_rate(waveform: torch.Tensor, old: int, new: int) -> torch.Tensor:
 def stream_audio(source: AudioSource) -> Iterator[torch.Tensor]:
     """Return the waveform of `load_audio` as a stream of blocks (S,) of about 1 s; raise as `read_blocks`."""
     rate = claimed_header(source).rate
-    return resample_blocks(mix_blocks(read_blocks(source, BLOCK_SECONDS), source), rate)
+    return resample_blocks(restored_blocks(mix_blocks(read_blocks(source, BLOCK_SECONDS), source), rate), rate)
 
 
 def stream_samples(samples: np.ndarray | torch.Tensor, rate: int) -> Iterator[torch.Tensor]:
@@ -128,7 +239,7 @@ def stream_samples(samples: np.ndarray | torch.Tensor, rate: int) -> Iterator[to
     if channel is not None:
         samples = samples[:, channel : channel + 1]
     blocks = samples.split(max(1, int(BLOCK_SECONDS * rate)))
-    return resample_blocks((as_mono(block) for block in blocks), rate)
+    return resample_blocks(restored_blocks((as_mono(block) for block in blocks), rate), rate)
 
 
 def check_rate(rate: int) -> None:
