@@ -14,9 +14,10 @@ from konkanivani.checkpoints.checkpoint import Checkpoint, read_checkpoint, writ
 from konkanivani.checkpoints.checkpointer import Checkpointer
 from konkanivani.config import DecodingConfig
 from konkanivani.data.audio.effects import condition_named
-from konkanivani.data.audio.waveform import load_audio
+from konkanivani.data.audio.waveform import load_audio, restore_peaks
 from konkanivani.data.manifest import read_manifest
 from konkanivani.errors import CheckpointError
+from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.recipe.evaluation_model import load_evaluation_model, recognize_manifest, recognize_under_conditions
 from konkanivani.training.validation import EvaluationSet
 from tests.conftest import ROOT, TINY_MODEL, Corpus, checked, run_folders, run_in_process, run_script, run_trainer
@@ -299,7 +300,10 @@ def test_each_condition_is_applied_to_model_input(trained, monkeypatch):
     for name, waveforms in model_inputs.items():
         for row, waveform in zip(manifest, waveforms, strict=True):
             as_recorded = load_audio(row.source)
-            assert torch.equal(waveform, condition_named(name).apply(as_recorded, row.id))
+            # Peaks that a condition clips are restored, as when a clipped file is read.
+            simulated = condition_named(name).apply(as_recorded, row.id)
+            assert torch.equal(waveform, restore_peaks(simulated, SAMPLE_RATE))
+            assert torch.equal(waveform, simulated) == (name != "clipped")
             assert torch.equal(waveform, as_recorded) == (name == "unchanged")
 
 
