@@ -5,7 +5,6 @@ import pytest
 import soundfile
 import torch
 
-from konkanivani.config import TrainConfig
 from konkanivani.data.audio.effects import UNCHANGED, scale_and_clip
 from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.audio.waveform import (
@@ -18,13 +17,9 @@ from konkanivani.data.audio.waveform import (
     stream_audio,
     stream_samples,
 )
-from konkanivani.data.augmentation import PROBABILITIES, RecordingAugmentation
 from konkanivani.data.dataset import EvalDataset
-from konkanivani.data.filtering import check_utterances, training_limits
-from konkanivani.data.manifest import read_manifest
-from konkanivani.data.text import train_tokenizer
-from konkanivani.flags import CorpusSize, resolve
 from tests.conftest import speak
+from tests.data.test_augmentation import enable_only, light, training_set
 
 RATE = 16_000
 
@@ -44,7 +39,7 @@ def clipped(decibels: float = 18.0, rate: int = RATE) -> torch.Tensor:
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the energy of the difference over that of the expected samples."""
+    """Return the ratio of the energies of the difference and of the expected samples."""
     return float((actual - expected).square().sum() / expected.square().sum())
 
 
@@ -122,9 +117,8 @@ def test_files_and_samples_are_restored_before_they_are_resampled(tmp_path, rate
 
 
 def test_clipping_of_augmentation_is_restored_half_of_the_time(monkeypatch):
-    drawn = {kind: float(kind == "clipping") for kind in PROBABILITIES["light"]}
-    monkeypatch.setitem(PROBABILITIES, "light", drawn)
-    augment = RecordingAugmentation(1, "light", 10.0)
+    enable_only(monkeypatch, "clipping")
+    augment = light()
     quiet = 0.1 * voice(1.0)
     results = [augment(quiet, 0, str(number), lambda _: None).waveform for number in range(60)]
     flat = [bool(result.abs().eq(result.abs().max()).sum() >= 3) for result in results]
@@ -134,9 +128,6 @@ def test_clipping_of_augmentation_is_restored_half_of_the_time(monkeypatch):
 
 @pytest.mark.parametrize("condition, is_restored", [("clipped", True), ("level", False), (UNCHANGED, False)])
 def test_a_simulated_condition_is_read_like_a_file(condition, is_restored, corpus):
-    manifest = read_manifest(corpus.manifest("train"))
-    tokenizer = train_tokenizer([row.text for row in manifest], "char", 100)
-    limits = training_limits(resolve(TrainConfig(), CorpusSize(1.0, 10)))
-    kept, _ = check_utterances(manifest, tokenizer, limits, "keep")
-    waveform = EvalDataset(kept, tokenizer, manifest.path, condition)[0].waveform
+    training, kept = training_set(corpus)
+    waveform = EvalDataset(kept, training.tokenizer, training.manifest, condition)[0].waveform
     assert bool(waveform.abs().max() > 1.1) is is_restored

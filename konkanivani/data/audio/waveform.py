@@ -67,7 +67,7 @@ CLIP_HIGHEST = 1.02
 CLIP_FLATNESS = 1e-4  # largest difference of neighbouring samples on a plateau
 CLIP_MIN_SAMPLES = 3
 CLIP_MAX_SECONDS = 0.02  # a longer plateau is not half a period of a voice
-# Slopes next to a plateau are those of a sharp bend in loud speech: the full slopes overshoot.
+# In loud speech, the slopes next to a plateau are steep, and a cubic with the full slopes is too high.
 CLIP_SLOPE = 0.7
 CLIP_MAX_GAIN = 4.0  # height of a restored peak over the plateau
 
@@ -110,7 +110,7 @@ def _plateaus(samples: np.ndarray, rate: int) -> tuple[np.ndarray, np.ndarray]:
     fits = (count >= CLIP_MIN_SAMPLES) & (count <= CLIP_MAX_SECONDS * rate)
     fits &= (first >= 2) & (first + count <= len(samples) - 2)
     first, count = first[fits], count[fits]
-    # A peak is higher than the samples beside it, so that the edge of a restored peak is not taken for one.
+    # A peak is higher than both neighbouring samples, so that the edge of a restored peak is not taken for one.
     sign = np.sign(samples[first])
     is_peak = np.maximum(samples[first - 1] * sign, samples[first + count] * sign) < samples[first] * sign
     return first[is_peak], count[is_peak]
@@ -131,38 +131,32 @@ class PeakRestorer:
 
     def __init__(self, rate: int) -> None:
         self._rate = rate
-        self._before = torch.zeros(0)  # the last two samples that were returned, as they were before
-        self._waiting = torch.zeros(0)
+        # The last two samples that were returned, as they were before, and then those that wait.
+        self._samples = torch.zeros(0)
+        self._returned = 0  # 0 to 2 of them
 
     def accept(self, block: torch.Tensor) -> torch.Tensor:
-        """Return the samples that are complete with the input block (S,): all but a last peak that may go on."""
-        self._waiting = torch.cat([self._waiting, block])
-        samples = torch.cat([self._before, self._waiting])
-        first, count = _flat_runs(samples.numpy())
+        """Return the samples that are complete with the input block (S,): all but a last peak without an end."""
+        self._samples = torch.cat([self._samples, block])
+        if not len(self._samples) or self._samples.abs().max() < CLIP_LEVEL:
+            return self._take(len(self._samples))
+        first, count = _flat_runs(self._samples.numpy())
         # A peak needs two samples after it, to see its slope. A plateau that is too long for a peak need not wait.
-        is_open = (first + count > len(samples) - 2) & (first >= 2) & (count <= CLIP_MAX_SECONDS * self._rate)
-        return self._take(int(first[is_open].min()) if is_open.any() else len(samples))
+        is_last = first + count > len(self._samples) - 2
+        is_open = is_last & (first >= 2) & (count <= CLIP_MAX_SECONDS * self._rate)
+        return self._take(int(first[is_open].min()) if is_open.any() else len(self._samples))
 
     def finish(self) -> torch.Tensor:
         """Return the remaining samples at the end of the stream."""
-        return self._take(len(self._before) + len(self._waiting))
+        return self._take(len(self._samples))
 
     def _take(self, end: int) -> torch.Tensor:
-        """Return the waiting samples up to position `end` of those before and waiting, restored."""
-        samples = torch.cat([self._before, self._waiting])
-        taken = restore_peaks(samples, self._rate)[len(self._before) : end]
-        self._waiting = samples[end:]
-        self._before = samples[:end][-2:]
+        """Return the waiting samples before position `end`, restored."""
+        taken = restore_peaks(self._samples, self._rate)[self._returned : end]
+        kept = max(0, end - 2)
+        self._samples = self._samples[kept:]
+        self._returned = end - kept
         return taken
-
-
-def restored_blocks(blocks: Iterable[torch.Tensor], rate: int) -> Iterator[torch.Tensor]:
-    """Restore clipped peaks in a stream of blocks (S,) of `rate` Hz by a `PeakRestorer`."""
-    restorer = PeakRestorer(rate)
-    yield from (restored for block in blocks if len(restored := restorer.accept(block)))
-    rest = restorer.finish()
-    if len(rest):
-        yield rest
 
 
 # --------------------
@@ -221,7 +215,7 @@ def change_rate(waveform: torch.Tensor, old: int, new: int) -> torch.Tensor:
 def stream_audio(source: AudioSource) -> Iterator[torch.Tensor]:
     """Return the waveform of `load_audio` as a stream of blocks (S,) of about 1 s; raise as `read_blocks`."""
     rate = claimed_header(source).rate
-    return resample_blocks(restored_blocks(mix_blocks(read_blocks(source, BLOCK_SECONDS), source), rate), rate)
+    return _at_16_khz(mix_blocks(read_blocks(source, BLOCK_SECONDS), source), rate)
 
 
 def stream_samples(samples: np.ndarray | torch.Tensor, rate: int) -> Iterator[torch.Tensor]:
@@ -239,7 +233,7 @@ def stream_samples(samples: np.ndarray | torch.Tensor, rate: int) -> Iterator[to
     if channel is not None:
         samples = samples[:, channel : channel + 1]
     blocks = samples.split(max(1, int(BLOCK_SECONDS * rate)))
-    return resample_blocks(restored_blocks((as_mono(block) for block in blocks), rate), rate)
+    return _at_16_khz((as_mono(block) for block in blocks), rate)
 
 
 def check_rate(rate: int) -> None:
@@ -336,9 +330,18 @@ class Resampler:
 
 def resample_blocks(blocks: Iterable[torch.Tensor], rate: int) -> Iterator[torch.Tensor]:
     """Resample a stream of blocks (S,) from `rate` Hz to 16 kHz by a `Resampler`."""
-    resampler = Resampler(rate)
-    yield from (resampled for block in blocks if len(resampled := resampler.accept(block)))
-    rest = resampler.finish()
+    return _through(Resampler(rate), blocks)
+
+
+def _at_16_khz(blocks: Iterable[torch.Tensor], rate: int) -> Iterator[torch.Tensor]:
+    """Restore clipped peaks in a stream of blocks (S,) of `rate` Hz, and resample it to 16 kHz."""
+    return resample_blocks(_through(PeakRestorer(rate), blocks), rate)
+
+
+def _through(stage: PeakRestorer | Resampler, blocks: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Return the results of a stage for a stream of blocks (S,), without empty ones."""
+    yield from (done for block in blocks if len(done := stage.accept(block)))
+    rest = stage.finish()
     if len(rest):
         yield rest
 
