@@ -76,14 +76,15 @@ def event_line(event: Event) -> str:
 
 
 def for_live_speech(recognizer: Recognizer) -> Recognizer:
-    """Return the recogniser without Whisper's further attempts at other temperatures.
+    """Return the recogniser without Whisper's further attempts at other temperatures, and with limited final text.
 
-    These take up to six times as long, while the speaker goes on. Loops are still removed, and silence is left empty.
+    The attempts take up to six times as long, and a text without end takes half a minute on a slow machine, while the
+    speaker goes on. Loops are still removed, and silence is left empty.
     """
-    if not isinstance(recognizer.decode, FallbackDecode):
-        return recognizer
-    decode = dataclasses.replace(recognizer.decode, temperatures=())
-    return dataclasses.replace(recognizer, decode=decode)
+    decode = recognizer.decode
+    if isinstance(decode, FallbackDecode):
+        decode = dataclasses.replace(decode, temperatures=())
+    return dataclasses.replace(recognizer, decode=decode, limits_final=True)
 
 
 def expected_delay(recognizer: Recognizer, every: float = EVERY) -> str:

@@ -46,9 +46,9 @@ MAX_PIECE = 30.0  # seconds, even if the model was trained on longer utterances
 PAUSE = 0.4  # seconds
 BATCH_SECONDS = 20.0  # seconds of padded audio per batch
 
-# Limit of Whisper's partial text: twice the tokens of Devanagari at a normal speed. A model that repeats itself in
-# noise or music would otherwise write up to its limit for 30 s, in each pass. Final text has no such limit, because
-# loops are recognised by their copies.
+# Limit of Whisper's text while a person speaks: twice the tokens of Devanagari at a normal speed. A model that repeats
+# itself in noise or music would otherwise write up to its limit for 30 s, in each pass. Recordings have no such limit:
+# nobody waits, and loops are recognised by their copies.
 TOKENS_PER_SECOND = 30.0
 EXTRA_TOKENS = 20
 
@@ -68,11 +68,15 @@ class PrefixText:
 
 @dataclass(frozen=True)
 class Recognizer:
-    """Speech model with its decoding and segmentation; built by `load_recognizer`."""
+    """Speech model with its decoding and segmentation; built by `load_recognizer`.
+
+    With `limits_final`, the duration of the speech limits Whisper's final text too, as it does partial text.
+    """
 
     speech_model: SpeechModel
     decode: Decode
     segmentation: SegmentationConfig
+    limits_final: bool = False
 
     def transcribe(self, audio: Audio, sample_rate: int = SAMPLE_RATE) -> Transcript:
         """Return the transcript of an audio file, or of samples at `sample_rate` Hz; arguments as in `segments`."""
@@ -119,7 +123,8 @@ class Recognizer:
         lengths = tuple(len(piece.waveform) for piece in pieces)
         waveforms = torch.nn.utils.rnn.pad_sequence([piece.waveform for piece in pieces], batch_first=True)
         encoded, encoded_lengths = self.speech_model.encode(waveforms, lengths)
-        hypotheses = self.decode(self.speech_model.model, encoded, encoded_lengths)
+        decode = limited_by_duration(self.decode, max(lengths) / SAMPLE_RATE) if self.limits_final else self.decode
+        hypotheses = decode(self.speech_model.model, encoded, encoded_lengths)
         found = []
         for piece, row, length, tokens in zip(pieces, encoded, encoded_lengths, hypotheses, strict=True):
             words = self._words(piece, row[:length], tokens, delay)
@@ -232,11 +237,17 @@ def build_recognizer(
 
 def limited_by_duration(decode: Decode, seconds: float) -> Decode:
     """Return a search for a vocabulary with a limit, such as Whisper's, limited further to speech of `seconds`."""
+    if isinstance(decode, FallbackDecode):
+        return replace(decode, inner=_limited_search(decode.inner, seconds))
+    return _limited_search(decode, seconds) if isinstance(decode, BeamDecode) else decode
+
+
+def _limited_search(search: BeamDecode, seconds: float) -> BeamDecode:
     # Without a limit of the vocabulary, the number of encoder frames limits the tokens by the duration already.
-    if not isinstance(decode, BeamDecode) or decode.rules.most_tokens is None:
-        return decode
-    most = min(decode.rules.most_tokens, EXTRA_TOKENS + math.ceil(TOKENS_PER_SECOND * seconds))
-    return replace(decode, rules=replace(decode.rules, most_tokens=most))
+    if search.rules.most_tokens is None:
+        return search
+    most = min(search.rules.most_tokens, EXTRA_TOKENS + math.ceil(TOKENS_PER_SECOND * seconds))
+    return replace(search, rules=replace(search.rules, most_tokens=most))
 
 
 def with_word_times(speech_model: SpeechModel) -> SpeechModel:

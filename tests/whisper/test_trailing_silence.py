@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from konkanivani.config import AugmentConfig
-from konkanivani.decoding.decode import greedy_decode
+from konkanivani.decoding.ctc import Hypothesis
+from konkanivani.decoding.decode import BeamDecode, greedy_decode
 from konkanivani.inference.live import for_live_speech
 from konkanivani.inference.recognizer import Recognizer
-from konkanivani.inference.segmentation import MARGIN, STEPS_A_SECOND, build_segmentation
+from konkanivani.inference.segmentation import MARGIN, STEPS_A_SECOND, Piece, build_segmentation
 from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.inference.whisper_generation import FallbackDecode, without_final_loop
+from konkanivani.inference.word_times import EmissionDelay
 from konkanivani.lengths import SAMPLE_RATE, Lengths
 from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.models.whisper.model import Decoder, WhisperShape
@@ -181,6 +183,26 @@ def test_partial_text_is_limited_by_the_duration_of_the_speech(vocabulary):
     ]
     assert copies == [math.ceil(tokens / len(word)) for tokens in (35, 80, recognizer.decode.inner.rules.most_tokens)]
     assert copies[2] > 2 * copies[1]  # negative control: 30 s are limited by the decoder alone
+
+
+def test_final_text_of_live_speech_is_limited_by_its_duration(vocabulary, monkeypatch):
+    endless = text_tokens(vocabulary, " ".join(SPOKEN_WORDS) + " ")
+    recognizer = scripted_recognizer(vocabulary, endless, endless)
+    searched = []
+    search = BeamDecode.search
+
+    def recording_search(self: BeamDecode, *arguments: object, best: int) -> list[tuple[Hypothesis, ...]]:
+        hypotheses = search(self, *arguments, best=best)
+        searched.append(len(hypotheses[0][0].tokens))
+        return hypotheses
+
+    monkeypatch.setattr(BeamDecode, "search", recording_search)
+    live = for_live_speech(recognizer)
+    waveform = torch.zeros(2 * SAMPLE_RATE)
+    piece = Piece(waveform, 0.0, 0.0, 2.0, 0.0, 2.0)
+    for each in (live, recognizer):
+        each.recognize([piece], EmissionDelay())
+    assert searched == [80, recognizer.decode.inner.rules.most_tokens]
 
 
 def test_live_speech_is_decoded_at_one_temperature(vocabulary, monkeypatch):
