@@ -299,7 +299,7 @@ class OffloadedWeights:
             else:
                 weight.data = on_own_pages(weight.detach())
 
-    def around(self, wrap_block: WrapBlock) -> WrapBlock:
+    def fetching_inside(self, wrap_block: WrapBlock) -> WrapBlock:
         """Return a `WrapBlock` that also provides each block's weights on the GPU while the block runs."""
         return lambda number, block: wrap_block(number, self._with_weights(number, block))
 

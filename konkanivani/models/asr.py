@@ -61,12 +61,14 @@ class LossCounts:
 class LossTerm:
     """Term of the objective; with `has_end`, each utterance's end token is a target too.
 
-    A network returns the sums of its terms in the order of `Objective.terms` (`loss_sums`). Whisper has one term. A new
-    term needs: a `name`, a field of `Losses` and a line in `Objective.losses`; a branch in `loss_sums` and a sum in
-    `HeadLosses` (for long utterances also in `ChunkedLosses`, ops/chunks.py); its weight in `LossConfig` (config.py)
-    and its place in `HybridArchitecture.objective`; its number in `StepReport` and `update` (training/step.py), in the
-    records (training/progress.py) and where training/loop.py fills them. Targets other than the tokens are fields of
-    `Batch` (data/batching.py).
+    A network returns the sums of its terms in the order of `Objective.terms` (`loss_sums`). Whisper and T5 have one
+    fixed term. A new term needs: a `name`, a field of `Losses` and a line in `Objective.losses`, and for another number
+    of targets a branch in `divisor`; a branch in `loss_sums` and a sum in `HeadLosses` (for long utterances also in
+    `ChunkedLosses`, ops/chunks.py, and for CUDA graphs in `CapturableLosses`, ops/capturable.py); its weight in
+    `LossConfig` (config.py) and its place in `HybridArchitecture.objective`; its number in `StepReport` and `update`
+    (training/step.py), in the records (training/progress.py) and where training/loop.py fills them. Targets other than
+    the tokens are fields of `Targets`, `Batch` (data/batching.py) and `StaticInputs` (training/graphs.py). A new head's
+    products count in `forward_layers` (models/architecture.py).
     """
 
     name: Literal["ctc", "attention"]
@@ -188,7 +190,7 @@ def at_least_float32(tensor: torch.Tensor) -> torch.dtype:
 
 
 # --------------------
-# Embedding that is also the output layer (Press and Wolf, 2017), as in Whisper and T5.
+# Embedding that is also the output layer (Press and Wolf, 2017), as in Whisper and T5 1.0.
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,7 @@ class ASROutput:
 
 
 class SpeechNetwork(torch.nn.Module):
-    """Base of networks: an encoder with a CTC head, a decoder or both."""
+    """Base of all networks, T5 included: an encoder with a CTC head, a decoder or both."""
 
     encoder: SpeechEncoder
     ctc_head: torch.nn.Linear | None
@@ -314,6 +316,7 @@ class KonkaniVaniASR(SpeechNetwork):
         self.encoder = Encoder(config, mel_bins)
         self.ctc_head = torch.nn.Linear(config.d_model, vocab_size) if has_ctc else None
         # If the blank (token 0) starts rare, every frame raises it at once, and for long the model emits nothing else.
+        # This holds for a random encoder; `reset_output_heads` is for a trained one, where a rare blank learns faster.
         if self.ctc_head is not None:
             self.ctc_head.bias.data[0] += 3.0  # docs/experiments.md, "CTC bias towards the blank"
         self.decoder = Decoder(config, vocab_size) if config.decoder_layers else None

@@ -31,7 +31,9 @@ AnyBlock = TypeVar("AnyBlock", bound=torch.nn.Module, covariant=True)
 RunBlock = Callable[..., torch.Tensor]
 """Block, or a function that runs it with the same inputs."""
 WrapBlock = Callable[[int, RunBlock], RunBlock]
-"""Function that returns how to run a block: `wrap_block(number, block)(*inputs)`.
+"""Function of a number and a block that returns a callable with the block's inputs and outputs.
+
+The callable may recompute activations or fetch weights: `wrap_block(number, block)(*inputs)`.
 
 Blocks have numbers from 0, the subsampling, through the encoder and then the decoder.
 """

@@ -25,7 +25,8 @@ from konkanivani.models.twin import twin_of
 
 
 LOW_RANK_TENSORS = ("low_rank.down", "low_rank.up")  # A and B; the layer's name comes first
-VOCAB_DEPENDENT_PREFIXES = ("ctc_head.", "decoder.embedding.", "decoder.output.")  # useless with another tokenizer
+# Of this project's own models; useless with another tokenizer.
+VOCAB_DEPENDENT_PREFIXES = ("ctc_head.", "decoder.embedding.", "decoder.output.")
 
 
 class LowRank(torch.nn.Module):
@@ -112,7 +113,7 @@ def tune(model: SpeechNetwork, config: TuningConfig) -> None:
             weight.requires_grad_(
                 weight.requires_grad or (config.new_tokenizer and name.startswith(VOCAB_DEPENDENT_PREFIXES))
             )
-        # Frozen weights have no moments and no updates to lose to rounding, so half precision halves their memory.
+    # Frozen weights are never updated, so rounding loses no update.
     if config.frozen_dtype == "half":
         for block in model.blocks:
             halve_frozen_layers(block)
@@ -147,12 +148,13 @@ def reset_output_heads(model: KonkaniVaniASR) -> None:
             head.bias.zero_()
     if model.ctc_head is not None:
         # Of equally likely tokens CTC learns the blank first, since nearly every path passes through it, and a head
-        # that emits only blanks learns slowly. exp(-2) makes it seven times rarer than a token, which delays that.
+        # that emits only blanks learns slowly. exp(-2) makes it seven times rarer than a token, which delays that. A
+        # new model starts with the opposite bias (models/asr.py): its encoder is random too.
         model.ctc_head.bias[0] = -2.0  # the blank is token 0
 
 
 def merged(weights: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
-    """Merge low-rank products into their layers' weights: W + scale B A, in at least fp32."""
+    """Merge low-rank products into their layers' weights: W + scale B A; weights in fp16 become fp32."""
     down, up = LOW_RANK_TENSORS
     full = {name: _to_fp32(weight) for name, weight in weights.items() if not name.endswith(LOW_RANK_TENSORS)}
     for name in weights:

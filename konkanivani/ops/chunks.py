@@ -1,10 +1,10 @@
-"""CTC loss whose memory grows linearly with the utterance: exact, with the output layer included, in chunks of frames.
+"""Computation in chunks, exact and with memory that grows linearly: CTC, subsampling, attention, cross entropy.
 
-PyTorch's kernel keeps the forward variables of all frames, T' x (2 U + 1) numbers: 1 GB for ten minutes of speech.
-Here only one chunk's forward variables exist at a time. Each chunk maps the forward variables before it to the ones
-after it and is recomputed in the backward pass, so only the variables between chunks are kept. With chunks of sqrt(T')
-frames, both the kept variables and one chunk's take sqrt(T') x (2 U + 1) numbers: 18 MB each at ten minutes, 260 MB at
-an hour, for which the encoder needs twenty times that.
+CTC includes the output layer. PyTorch's kernel keeps the forward variables of all frames, T' x (2 U + 1) numbers: 1 GB
+for ten minutes of speech. Here only one chunk's forward variables exist at a time. Each chunk maps the forward
+variables before it to the ones after it and is recomputed in the backward pass, so only the variables between chunks
+are kept. With chunks of sqrt(T') frames, both the kept variables and one chunk's take sqrt(T') x (2 U + 1) numbers: 18
+MB each at ten minutes, 260 MB at an hour, for which the encoder needs twenty times that.
 
 The recursion is equations 6 and 7 of Graves et al. (2006), in log space.
 
@@ -12,8 +12,9 @@ B batch, T' encoder frames, C frames of a chunk, D model width, V vocabulary, U 
 with a blank before, between and after them; F mel bins, H heads, E = D / H head width. A row of forward variables has S
 + 2 columns: the first two stay impossible, so that the predecessors of all states are a shifted view.
 
-Chunks longer than the layout's `chunk_frames` encoder frames or tokens are computed one after another and recomputed in
-the backward pass; subsampling, attention and cross entropy too. A minute of speech is computed in one piece.
+Sequences longer than the layout's `chunk_frames` encoder frames or tokens are computed in chunks, one after another,
+and recomputed in the backward pass; subsampling, attention and cross entropy too. A minute of speech is computed in one
+piece.
 """
 
 import math

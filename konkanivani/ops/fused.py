@@ -183,7 +183,7 @@ class _Scores:
 
 
 class SlicedTiedEmbedding(TiedEmbedding):
-    """Twin of `TiedEmbedding`; vectors and output layer have one gradient, in the memory of the earlier one."""
+    """Twin of `TiedEmbedding`; vectors and output layer have one gradient, accumulated in the existing `.grad`."""
 
     def with_head(self, tokens: torch.Tensor) -> tuple[torch.Tensor, TiedHead]:
         """Return vectors (B, U, D) of tokens (B, U) and the output layer; used together, they have one gradient.
@@ -223,7 +223,7 @@ def slice_vocabulary(model: torch.nn.Module) -> None:
 
 
 def use_fast_logits(model: torch.nn.Module) -> None:
-    """Let Whisper compute logits by oneDNN if that is faster."""
+    """Let Whisper and T5 compute logits by oneDNN if that is faster."""
     replace_modules(model, {TiedEmbedding: FastTiedEmbedding, SlicedTiedEmbedding: FastSlicedTiedEmbedding})
 
 

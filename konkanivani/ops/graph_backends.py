@@ -47,7 +47,7 @@ class GraphBackend(Protocol):
 
 
 # --------------------
-# CUDA graphs. NOT RUN ON A CARD YET.
+# CUDA graphs. Not yet run on a GPU.
 
 
 class CudaGraphBackend:

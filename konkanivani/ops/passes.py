@@ -1,7 +1,7 @@
-"""Passes over a built model that make it faster or smaller and change none of its results.
+"""Passes over a built model that make it faster or smaller; its results change by rounding at most.
 
 Each pass replaces modules in their parents by twins that share their parameters and names, so that checkpoints are the
-same with any passes. With all passes, a Conformer's modules become (plain class -> twin):
+same with any passes. Examples of a Conformer's modules (plain class -> twin):
 
     Encoder -> PackedEncoder                                   packing.py
     ConformerBlock, FeedForward -> FusedConformerBlock, FusedFeedForward     fused.py
@@ -12,6 +12,10 @@ same with any passes. With all passes, a Conformer's modules become (plain class
 
 Recomputation (`RecomputePolicy` in memory/plan.py, `run_recomputed` in recompute.py) and offloading (memory/weights.py)
 are runners around the blocks: `ForwardPass` passes them to the model as `wrap_block`.
+
+A new pass needs twins of the classes that it replaces, a field in `Passes`, False in `NO_PASSES` and its place in
+`optimize`. `replace_modules` matches exact classes, so a later pass must also replace the twins of earlier ones. A case
+in tests/invariants/test_passes_change_nothing.py compares it with the plain model.
 """
 
 import dataclasses
@@ -32,9 +36,9 @@ class Passes:
     """Passes to apply, all by default; on a GPU the twins of CPU passes run PyTorch's kernels."""
 
     fast_products: bool = True
-    """Matrix products by oneDNN instead of MKL if that is faster (CPU)."""
+    """Linear layers that keep their input before casting, by oneDNN if it is faster than MKL."""
     fused_norms: bool = True
-    """Norms and activations that are recomputed with the product that follows, in place of kept."""
+    """Norms and activations that are recomputed with the product that follows, instead of being kept."""
     masked_dropout: bool = True
     """Dropout masks of one byte per number, and residual additions in the same pass over memory (CPU)."""
     fast_depthwise: bool = True
@@ -68,7 +72,7 @@ ROOMY_PASSES = dataclasses.replace(ALL_PASSES, fast_products=False, fused_norms=
 
 
 def optimize(model: SpeechNetwork, passes: Passes = ALL_PASSES) -> None:
-    """Apply the passes to a built model, in place, in this order."""
+    """Apply the passes to a built model, in place; later passes replace twins of earlier ones."""
     if passes.packing:
         pack_encoder(model)
     if passes.fast_depthwise:

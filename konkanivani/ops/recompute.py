@@ -35,8 +35,8 @@ ATTENTION = [
 recomputed_part: ContextVar[Callable[[], AbstractContextManager] | None] = ContextVar("recomputed_part", default=None)
 """Set, not None, inside of a checkpointed part, in its first forward pass as well as in its recomputation.
 
-The value returns a context manager under which the result of the part's next attention is kept; a `nullcontext` if it
-is not.
+The value returns a context manager under which the result of the part's next attention is kept, or `nullcontext` if
+results are not kept.
 
 PyTorch's selective checkpointing inspects each operator in Python, which costs a third of a step on the GPU's host: so
 it is entered for attention alone.

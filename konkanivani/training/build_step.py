@@ -62,7 +62,7 @@ def build_forward(
     is_on_card = layout.placement.is_on_card
     if layout.sharded:
         shard_model(model, layout.topology, device)
-    elif device.type != "cpu" and is_on_card:  # tensors without data cannot be moved during tracing
+    elif device.type != "cpu" and is_on_card:
         model.to(device)
     amp_dtype = choose_precision(config.memory, device)
     return ForwardPass(
@@ -113,7 +113,10 @@ def build_step_parts(
 
 
 def choose_gradient(config: TrainConfig, forward: ForwardPass, layout: StateLayout) -> ComputeGradient:
-    """Return how gradients are computed; with --cuda_graphs, make the model capturable if that is possible."""
+    """Return the function that computes gradients; if it captures CUDA graphs, make the model capturable.
+
+    Graphs need a single process and weights that stay on the GPU.
+    """
     if layout.sharded:
         return sharded_gradient
     if not layout.topology.is_single_process:
@@ -143,7 +146,7 @@ def memory_conditions(config: TrainConfig, architecture: Architecture, device: t
     precision = memory.mixed_precision, memory.amp_dtype
     step: tuple[object, ...] = (architecture, config.loss, precision, memory.gradient_checkpointing)
     step = *step, concurrent_micro_batches
-    # The default is left out, so that older plans stay valid.
+    # The default is left out, so that stored OOM histories and plans stay valid.
     if memory.weights != AUTO or memory.host_budget is not None:
         step = *step, memory.weights, memory.host_budget
     if memory.cuda_graphs != "off":

@@ -4,9 +4,9 @@ Two threads that share every operator wait for each other, and both for Python, 
 with one micro-batch each wait much less. Memory then contains the activations of both, but weights and gradients of the
 model only once.
 
-If memory runs out in a micro-batch, all are computed again with smaller ones, except with sharded weights. Ranks agree
-that each has computed its part of the gradient before they sum it, because a rank that ran out of memory during the
-all-reduce would block the others.
+If memory runs out in a micro-batch, all are computed again by a plan that needs less memory (`OomRetry` in
+memory/recovery.py), except with sharded weights. Ranks agree that each has computed its part of the gradient before
+they sum it, because a rank that ran out of memory during the all-reduce would block the others.
 """
 
 import contextlib
@@ -202,14 +202,15 @@ def summed_gradient(task: GradientTask) -> StepGradient | None:
     if attempts.result is None:
         return None
     totals, bucket = attempts.result
-    # From here on a rank cannot retry alone: the buffer exists, and clipping allocates one number per parameter.
+    # A rank cannot retry alone from here on. Nothing large is allocated: the buffer exists, and clipping needs one
+    # number per parameter.
     sum_tensors(topology, [gradient_of(parameter) for parameter in trained_parameters(parts.model)], bucket)
     sum_tensors(topology, [totals], totals)
     return dataclasses.replace(finish_gradient(parts, totals), splits=attempts.retries)
 
 
 def _bucket(parts: StepParts, plan: MicroBatchPlan, totals: torch.Tensor) -> torch.Tensor:
-    """Return the buffer of the all-reduce, allocated first, so that this rank has all memory that the step needs."""
+    """Return the buffer of the all-reduce, allocated within the attempt: it is the last memory that the step needs."""
     if not plan.micro_batches:  # a rank without utterances
         parts.scaler.scale(totals)  # initializes the scale, which GradScaler creates lazily
         for parameter in trained_parameters(parts.model):
@@ -221,8 +222,9 @@ def sharded_gradient(task: GradientTask) -> StepGradient | None:
     """Return the gradient of weights that are sharded over the ranks; see ComputeGradient.
 
     The ranks complete each step together: a rank that ran out of memory would block the others in a collective.
-    Therefore the size is recorded and all ranks end with RestartAfterOom. A ResourceError names an utterance that does
-    not fit even alone.
+    Therefore the size of the failed micro-batch is recorded and all ranks end with RestartAfterOom; torchrun
+    --max_restarts or the user resumes from the last checkpoint. A ResourceError names an utterance that does not fit
+    even alone.
     """
     parts = task.parts
     plan = parts.oom_history.fit_to_memory(task.plan)
@@ -230,6 +232,7 @@ def sharded_gradient(task: GradientTask) -> StepGradient | None:
     with raise_rank_lost():
         attempt: OomAttempt[torch.Tensor] = OomAttempt(plan)
         with attempt:
+            # All ranks make the same number of passes, so none is interrupted between them.
             attempt.result = accumulate(dataclasses.replace(task, is_interrupted=lambda: False), plan)
             # Every rank makes the same number of passes: in each pass the others need this rank's shards.
             for _ in range(passes - len(plan.micro_batches)):  # infinite counts make the loss 0
@@ -307,7 +310,7 @@ def finish_gradient(
 
 
 def drop_gradient(parts: StepParts) -> None:
-    """Discard an incomplete gradient, which would otherwise be added to the next attempt's."""
+    """Free an incomplete gradient before the next attempt, and reset GradScaler's record of unscale_()."""
     parts.optimizer.zero_grad()
     if parts.scaler.is_enabled():
         # update() with the current scale resets the scaler's record of unscale_(). scale() must run once before it,

@@ -3,8 +3,8 @@
 On a GPU the host needs some 30 microseconds per kernel, a small model's kernels take less, and the GPU waits. A replay
 launches all kernels of a micro-batch at once. The front end, SpecAugment and CTC stay eager, before and between graphs.
 
-A replay adds to gradients that stay allocated. Nothing else of a graph is read after its replay, so all graphs share
-one memory pool.
+A replay adds to gradients that stay allocated, as do the static inputs, CTC's tensors between two graphs and the summed
+losses. Nothing else of a graph is read after its replay, so all graphs share one memory pool.
 
 B batch, T feature frames, F mel bins, U tokens.
 """
@@ -35,7 +35,7 @@ from konkanivani.training.step import ForwardPass, GradientTask, StepGradient, S
 
 NO_SHAPES = ShapeGrid(())
 MEASURED_STEPS = 3
-BUSY_SHARE = 0.6  # of the time with a kernel, from which on replays save little
+BUSY_SHARE = 0.6  # share of the time in which a kernel runs; above it, replays save little
 
 
 class GraphMemoryError(Exception):

@@ -211,8 +211,8 @@ def log_validation(run: Run, evaluation: Evaluation, learning: EpochLearning) ->
         rank_peaks_mib=run.rank_peaks_mib(),
     )
     run.logs.logbook.log(record)
-    # FSDP2: the whole model must run once on each rank before the CTC part alone may run.
     is_speech = run.step.architecture.framing.unit == SECONDS  # a text has no spectrogram
+    # Not before step 1: FSDP2 must run the whole model once on each rank before its CTC part alone.
     if run.state.step and run.data.validation is not None and is_speech:
         log_spectrogram(run, run.data.validation.speech, shown[0].utterance.id)
 

@@ -342,7 +342,10 @@ def parameter_groups(model: torch.nn.Module, config: OptimizerConfig, tuning: Tu
 
 
 def non_head_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the trainable parameters outside of the heads, which --freeze_steps keeps frozen at first."""
+    """Return the trainable parameters that do not depend on the vocabulary, which --freeze_steps keeps frozen at first.
+
+    The others are the heads and the decoder's embedding.
+    """
     named = model.named_parameters()
     return [weight for name, weight in named if weight.requires_grad and not name.startswith(VOCAB_DEPENDENT_PREFIXES)]
 

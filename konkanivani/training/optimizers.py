@@ -1,7 +1,7 @@
-"""Optimizers with little state, Adafactor and 8-bit AdamW, both kinds for bf16 weights, and the choice of one.
+"""Adafactor, 8-bit AdamW, the variants of AdamW and Adafactor for bf16 weights, and the choice of one.
 
-The fractions are the dynamic ones of Dettmers et al. (2022): seven powers of ten, each with twice the number of steps
-of the next lower one, so that values ten thousand times smaller than the maximum are still resolved.
+The 8-bit levels are the dynamic ones of Dettmers et al. (2022): seven powers of ten, each with twice the number of
+steps of the next lower one, so that values ten thousand times smaller than the maximum are still resolved.
 """
 
 from dataclasses import dataclass

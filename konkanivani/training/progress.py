@@ -63,7 +63,7 @@ class StepRecord:
         loss, ctc_loss, attention_loss: nats per token.
         scale: loss scale; 1.0 without a GradScaler.
         seconds: wall time of the step.
-        splits: OOM retries of the step with smaller micro-batches.
+        splits: OOM retries of the step, of any kind.
         waiting_seconds: part of `seconds` spent waiting for data.
         model_flops_utilisation: model FLOP/s of the step as a fraction of the device's rate, on this rank (MFU).
         gpu_utilisation: fraction of time in which the GPU of this rank ran a kernel.

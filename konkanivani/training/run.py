@@ -26,7 +26,7 @@ from konkanivani.training.step import StepParts
 from konkanivani.training.validation import Evaluation, EvaluationSet
 
 # --------------------
-# Counters of a run. Weights, optimizer, scaler and the OOM history change during training too.
+# Counters of a run.
 
 
 # Defaults of counters that are missing in the checkpoints of older versions.
@@ -174,10 +174,11 @@ class RunStorage:
 
     Args:
         stateful: parts of the run by their names in a checkpoint (`stateful_parts` in recipe/resume.py): model,
-            optimizer, scaler (the GradScaler), progress (the TrainState) and splits (the OomHistory). No generator is
-            stored: all random numbers are functions of seed and step, or seed, epoch and utterance (randomness.py).
-            `load_weights` in recipe/resume.py restores them; the memory plan is read by `resolve_plan` in
-            planning/plan.py.
+            optimizer, scaler (the GradScaler), progress (the TrainState) and splits (the OomHistory), which
+            `load_weights` in recipe/resume.py restores. `Run.checkpoint` adds the corpus, the learning rates and the
+            memory plan, which `resolve_plan` in planning/plan.py reads. History and plan are stored because the
+            division into micro-batches changes rounding and, on a CPU, dropout masks. No generator is stored: all
+            random numbers are functions of seed and step, or seed, epoch and utterance (randomness.py).
         plan_digest: digest of the order of the data (the epoch plan, not the memory plan).
         locks: locks of the run's folders.
     """
@@ -200,7 +201,11 @@ class RunLogs:
 
 @dataclass(frozen=True)
 class Run:
-    """Parts that the training loop works with; of its fields only `state` changes."""
+    """Parts that the training loop works with.
+
+    No field is assigned again; training changes the counters in `state`, and weights, optimizer, scaler and OOM history
+    in `step`.
+    """
 
     config: TrainConfig
     state: TrainState

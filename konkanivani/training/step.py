@@ -2,8 +2,9 @@
 
 Evaluation shares the forward pass: waveforms in, hidden states and summed losses out.
 
-If memory runs out in a micro-batch, all micro-batches are computed again with smaller ones; with sharded weights the
-process restarts instead (gradient.py). The update allocates nothing, so it needs no retry.
+If memory runs out in a micro-batch, the global batch is computed again by a plan that needs less memory: smaller
+micro-batches, all blocks recomputed or shorter chunks (`MicroBatchPlan.smaller`). With sharded weights the process
+restarts instead (gradient.py). The update allocates nothing, so it needs no retry.
 """
 
 import dataclasses
@@ -35,10 +36,11 @@ class ForwardPass:
     """Model and front end on one device, in one precision.
 
     Args:
-        recompute: selects the recomputed blocks by the duration of a batch's longest utterance, in seconds.
+        recompute: selects the recomputed blocks by the length of a batch's longest input, in the unit of the
+            architecture's framing: seconds or tokens.
         amp_dtype: autocast dtype; None in full precision.
         chunk_frames: longer sequences of encoder frames or tokens are processed in chunks of this length, with the same
-            result.
+            result. Whisper and T5 do not use it: their inputs are bounded.
         concurrent_micro_batches: micro-batches that training runs in parallel.
     """
 
@@ -50,7 +52,7 @@ class ForwardPass:
     amp_dtype: torch.dtype | None
     objective: Objective
     weights: OffloadedWeights | None = None
-    """Placement of the weights that are offloaded or kept in half precision; None if all are fp32 on the device."""
+    """Provider of the weights that are offloaded or kept in half precision beside fp32 masters; None without either."""
     chunk_frames: int = CHUNK_FRAMES
     concurrent_micro_batches: int = 1
 
@@ -59,9 +61,9 @@ class ForwardPass:
         batch = batch.to(self.device)
         features, feature_lengths = self.front_end(batch.waveforms, batch.sample_lengths, batch.augment_seeds)
         with self.autocast():
-            # Both wrap a block: the outer recomputes it in the backward pass, the inner fetches its weights each time.
+            # Recomputation is the outer wrapper: its second forward pass fetches the block's weights again.
             recompute = self.recompute(batch.longest_seconds)
-            wrap_block = self.weights.around(recompute) if self.weights else recompute
+            wrap_block = self.weights.fetching_inside(recompute) if self.weights else recompute
             output = self.model(features, feature_lengths, batch.decoder_tokens, wrap_block, self.chunk_frames)
             return output, self.model.loss_sums(output, batch, self.objective, self.chunk_frames)
 
@@ -122,16 +124,23 @@ class StepGradient:
 
 
 ComputeGradient = Callable[["GradientTask"], StepGradient | None]
-"""Computes the gradient of a global batch: `local_gradient`, `summed_gradient` or `sharded_gradient` (gradient.py).
+"""Computes the gradient of a global batch: a function of gradient.py, or `GraphedGradient` (graphs.py).
 
 The gradient is stored in the parameters' `.grad`, unscaled and clipped. If interrupted, the result is None and no
-`.grad` is set.
+`.grad` is set. If memory runs out, all but `sharded_gradient` try again: the gradient is dropped and the random
+generators are seeded again; weights and optimizer are unchanged.
 """
 
 
 @dataclass(frozen=True)
 class StepParts:
-    """Objects that an optimizer step works with."""
+    """Objects that an optimizer step works with.
+
+    Args:
+        schedule: settings of the optimizer and of its learning rate.
+        rates: learning rate by step, from `schedule` and the length of the run.
+        oom_history: sizes of micro-batches that did not fit, which are split before the first attempt.
+    """
 
     forward: ForwardPass
     optimizer: Optimizer
@@ -225,7 +234,7 @@ class StepReport:
     Args:
         loss, ctc_loss, attention_loss: nats per token over the global batch; None for a loss that is not used.
         scale: loss scale of the backward pass.
-        splits: OOM retries of the step with smaller micro-batches.
+        splits: OOM retries of the step, of any kind.
     """
 
     loss: float

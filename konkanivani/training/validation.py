@@ -85,7 +85,7 @@ class RecognizedBatch:
 
 
 def recognize(forward: ForwardPass, batch: Batch, decode: Decode | None) -> RecognizedBatch:
-    """Return the losses and hypotheses (not without `decode`) of one batch, in the current mode of the model."""
+    """Return the losses and hypotheses, if `decode` is given, of one batch, in the current mode of the model."""
     output, sums = forward(batch)
     lengths = on_host(output.encoded_lengths)
     with forward.autocast():

@@ -199,8 +199,8 @@ def _variant_of(path: Path, config: Mapping[str, object]) -> T5Variant:
     epsilon = config.get("layer_norm_epsilon", 1e-6)
     if not isinstance(epsilon, float) or not 0 < epsilon < 1:
         raise refused(path, f"layer_norm_epsilon in its {CONFIG} is {epsilon!r:.40} but must be between 0 and 1")
-    # T5 1.0 ties its output to the embedding and scales it; its successors do neither. Of the newer key for the scale,
-    # files of other programs have only the older one for the tie. mT5 never scales, whatever its files say.
+    # T5 1.0 ties its output to the embedding and scales it; its successors do neither. Files without the newer key
+    # `scale_decoder_outputs` state both by `tie_word_embeddings`. mT5 never scales, whatever its files say.
     is_scaled = config.get("scale_decoder_outputs", config.get("tie_word_embeddings") is not False)
     if not isinstance(is_scaled, bool):
         raise refused(path, f"scale_decoder_outputs in its {CONFIG} is {is_scaled!r:.40} but must be true or false")

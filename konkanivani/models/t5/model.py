@@ -304,6 +304,7 @@ class Decoder(TokenDecoder):
         self.first_number = 1 + shape.encoder_layers  # of its blocks, see WrapBlock
         self.output_scale = shape.d_model**-0.5 if shape.variant.scales_output else 1.0
         self.embedding = TiedEmbedding(shape.vocab_size, shape.d_model)
+        # Not tied: a TiedEmbedding without lookups, so that its loss is computed in slices of the vocabulary too.
         self.head = TiedEmbedding(shape.vocab_size, shape.d_model) if shape.variant.has_head else None
         self.positions = PositionBias(shape, is_causal=True)
         self.blocks = BlockList(DecoderBlock(shape) for _ in range(shape.decoder_layers))

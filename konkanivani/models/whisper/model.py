@@ -346,7 +346,8 @@ class Encoder(SpeechEncoder):
 class Decoder(TokenDecoder):
     """Decoder: token vectors (B, U, D), encoded (B, T', D) -> decoded (B, U, D); `output` computes logits (B, U, V).
 
-    `encoded_mask` (B, 1, 1, T') is added to the scores, None if all frames are attended to.
+    `encoded_mask` (B, 1, 1, T') is a key mask (True: attended to) or is added to the scores; None if all frames are
+    attended to.
     """
 
     blocks: BlockList[DecoderBlock]
