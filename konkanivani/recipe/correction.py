@@ -172,8 +172,14 @@ class CorrectingRecognizer(Recognizer):
 
 def with_corrector(recognizer: Recognizer, corrector: Corrector, keep_confidence: float) -> CorrectingRecognizer:
     """Return the recogniser with a corrector of its segments."""
-    parts = recognizer.speech_model, recognizer.decode, recognizer.segmentation
-    return CorrectingRecognizer(*parts, corrector, keep_confidence)
+    return CorrectingRecognizer(
+        recognizer.speech_model,
+        recognizer.decode,
+        recognizer.segmentation,
+        recognizer.limits_final,
+        corrector=corrector,
+        keep_confidence=keep_confidence,
+    )
 
 
 # --------------------
