@@ -119,7 +119,7 @@ class DataConfig:
     valid_manifest: str | None = None
     """JSONL manifest for validation after each epoch."""
     test_manifest: str | None = None
-    """JSONL manifest to score after training (greedy CTC)."""
+    """JSONL manifest to score after training."""
     audio_roots: tuple[str, ...] = ()
     """Folders that may contain audio, besides each manifest's own."""
     test_decode: Literal["auto", "greedy", "prefix", "attention", "joint"] = "auto"
@@ -180,7 +180,7 @@ class AugmentConfig:
     """
 
     speed_perturbation: tuple[float, ...] | Literal["auto"] = "auto"
-    """Speed factors to draw from (auto: 1 under ten hours of speech, else 0.9, 1 and 1.1)."""
+    """Speed factors to draw from (auto: by the amount of speech, docs/training.md)."""
     rir_manifest: str | None = None
     """JSONL manifest of room impulse responses: audio_filepath, duration."""
     rir_prob: float = 0.3

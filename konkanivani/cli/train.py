@@ -2,7 +2,7 @@
 
     konkanivani train \\
         --train_manifest train.jsonl --valid_manifest valid.jsonl \\
-        --device cuda --mixed_precision --resume auto
+        --preset minimal --resume auto
 
 Train on two GPUs (docs/scaling.md):
 

@@ -53,6 +53,7 @@ EXCLUDED = (
     "openai/whisper-small",
     "--source egs/x",
     "--source FOLDER",
+    "--source my_recordings",
     "plan_memory.py --memory_budget",
     "--world 8",
 )
