@@ -79,7 +79,7 @@ def for_live_speech(recognizer: Recognizer) -> Recognizer:
     """Return the recogniser without Whisper's further attempts at other temperatures, and with limited final text.
 
     The attempts take up to six times as long, and a text without end takes half a minute on a slow machine, while the
-    speaker goes on. Loops are still removed, and silence is left empty.
+    speaker continues. Loops are still removed, and silence is left empty.
     """
     decode = recognizer.decode
     if isinstance(decode, FallbackDecode):

@@ -48,7 +48,7 @@ BATCH_SECONDS = 20.0  # seconds of padded audio per batch
 
 # Limit of Whisper's text while a person speaks: twice the tokens of Devanagari at a normal speed. A model that repeats
 # itself in noise or music would otherwise write up to its limit for 30 s, in each pass. Recordings have no such limit:
-# nobody waits, and loops are recognised by their copies.
+# no speaker waits, and loops are recognised by their copies.
 TOKENS_PER_SECOND = 30.0
 EXTRA_TOKENS = 20
 

@@ -232,9 +232,8 @@ def sharded_gradient(task: GradientTask) -> StepGradient | None:
     with raise_rank_lost():
         attempt: OomAttempt[torch.Tensor] = OomAttempt(plan)
         with attempt:
-            # All ranks make the same number of passes, so none is interrupted between them.
+            # Never interrupted: every rank makes the same number of passes, as the others need its shards in each.
             attempt.result = accumulate(dataclasses.replace(task, is_interrupted=lambda: False), plan)
-            # Every rank makes the same number of passes: in each pass the others need this rank's shards.
             for _ in range(passes - len(plan.micro_batches)):  # infinite counts make the loss 0
                 task.forward_and_backward(parts, dummy_batch(parts.model), LossCounts(math.inf, math.inf))
         totals = attempt.result_or_raise(parts.oom_history)

@@ -53,7 +53,6 @@ EXCLUDED = (
     "openai/whisper-small",
     "--source egs/x",
     "--source FOLDER",
-    "--source my_recordings",
     "plan_memory.py --memory_budget",
     "--world 8",
 )
@@ -94,6 +93,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "recordings").mkdir()
     for path in sorted((corpus.directory / "audio").glob("test_*.flac"))[:2]:
         shutil.copy(path, folder / "recordings")
+    (folder / "my_recordings").mkdir()
+    for path in (corpus.directory / "audio").glob("*.flac"):
+        shutil.copy(path, folder / "my_recordings")
+        (folder / "my_recordings" / f"{path.stem}.txt").write_text("एक दोन तीन\n", encoding="utf-8")
     common_voice(folder)
     # The format is detected from the content.
     shutil.copy(next(folder.glob("cv-corpus-*/kok/clips/*.mp3")), folder / "speech.wav")
