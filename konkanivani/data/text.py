@@ -154,7 +154,8 @@ class GenerationRules:
     """Rules of decoding for one vocabulary; tokens are given by their ids.
 
     `prompt` follows the start token. `suppressed` tokens are never generated, `suppressed_first` tokens not directly
-    after the prompt. A hypothesis has at most `most_tokens` tokens (None: the number of encoder frames).
+    after the prompt. A hypothesis has at most `most_tokens` tokens (None: the number of encoder frames). With
+    `ends_loops`, one that only repeats itself is ended.
     """
 
     prompt: tuple[int, ...] = ()
@@ -162,11 +163,12 @@ class GenerationRules:
     suppressed_first: tuple[int, ...] = ()
     times: TimeRules | None = None
     most_tokens: int | None = None
+    ends_loops: bool = False
 
     @property
     def forbids(self) -> bool:
-        """Return whether any token is suppressed."""
-        return bool(self.suppressed or self.suppressed_first or self.times)
+        """Return whether any token is forbidden at some step."""
+        return bool(self.suppressed or self.suppressed_first or self.times or self.ends_loops)
 
 
 FREE = GenerationRules()

@@ -11,6 +11,7 @@ V vocabulary, T' encoder frames, D model width.
 """
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,7 +36,7 @@ from konkanivani.errors import UsageError
 from konkanivani.lengths import Lengths
 
 # --------------------
-# Generation rules of a model trained with timestamps: tokens that are never generated, and consistent timestamps.
+# Generation rules: tokens that are never generated, consistent timestamps, and an end to loops.
 #
 # Radford et al. (2023), Robust Speech Recognition via Large-Scale Weak Supervision, section 4.5, and the published
 # code: a timestamp precedes and follows each segment of text, and timestamps never decrease.
@@ -50,6 +51,7 @@ class RuledScorer:
         self._end = end
         self._length = 0
         self._times: _Times | None = None  # set by the first `score`, which determines the number of hypotheses
+        self._loops = _Loops(rules) if rules.ends_loops else None
 
     def _history(self) -> "_Times":
         """Return the timestamps of the hypotheses so far; a RuntimeError before the first `score`."""
@@ -67,18 +69,28 @@ class RuledScorer:
         forbidden[list(self._rules.suppressed)] = True
         if self._length == 0:
             forbidden[list(self._rules.suppressed_first)] = True
-        scores = scores.masked_fill(forbidden, -math.inf)
-        return scores if self._rules.times is None else self._apply_timestamp_rules(scores, self._rules.times)
+        allowed = scores.masked_fill(forbidden, -math.inf)
+        if self._rules.times is not None:
+            allowed = self._apply_timestamp_rules(allowed, self._rules.times)
+        if self._loops is not None:
+            for n, k in self._loops.found():  # only the end token can follow a loop, and no rule forbids it
+                allowed[n, k] = -math.inf
+                allowed[n, k, self._end] = scores[n, k, self._end]
+        return allowed
 
     def follow(self, sources: torch.Tensor, tokens: torch.Tensor) -> None:
         self._scorer.follow(sources, tokens)
         self._length += 1
         if self._rules.times is not None:
             self._times = self._history().followed(sources, tokens, self._rules.times, is_first=self._length == 1)
+        if self._loops is not None:
+            self._loops.follow(sources.tolist(), tokens.tolist())
 
     def keep(self, utterances: torch.Tensor) -> None:
         self._scorer.keep(utterances)
         self._times = self._history().kept(utterances)
+        if self._loops is not None:
+            self._loops.keep(utterances.tolist())
 
     def _apply_timestamp_rules(self, scores: torch.Tensor, rules: TimeRules) -> torch.Tensor:
         history = self._history()
@@ -131,6 +143,60 @@ class _Times:
 
     def kept(self, utterances: torch.Tensor) -> "_Times":
         return _Times(self.is_last[utterances], self.is_before[utterances], self.latest[utterances])
+
+
+# Copies of a sequence, and tokens in its repetitions, that count as a loop without end: more than a speaker repeats
+# without a pause.
+ENDLESS_COPIES = 8
+ENDLESS_TOKENS = 32
+
+
+def count_repeated(text: Sequence[int], copies: int, least: int = 0) -> int:
+    """Return the number of tokens at the end of `text` that repeat those one period earlier, for the best period.
+
+    Args:
+        copies: minimum number of copies of a sequence; else the result is 0. The first copy is not counted.
+        least: minimum result; else it is 0.
+    """
+    most = 0
+    for period in range(1, len(text) // copies + 1):
+        repeated = 0
+        while repeated < len(text) - period and text[-1 - repeated] == text[-1 - repeated - period]:
+            repeated += 1
+        if repeated >= max((copies - 1) * period, least):
+            most = max(most, repeated)
+    return most
+
+
+def is_endless(text: Sequence[int]) -> bool:
+    """Return whether these tokens end in a loop that `GenerationRules.ends_loops` ends."""
+    return count_repeated(text, ENDLESS_COPIES, ENDLESS_TOKENS) > 0
+
+
+class _Loops:
+    """Text tokens of the hypotheses of a search. Timestamps rise from copy to copy, so they are left out."""
+
+    def __init__(self, rules: GenerationRules) -> None:
+        self._first_time = math.inf if rules.times is None else rules.times.first
+        self._texts: list[list[list[int]]] = []  # by utterance and hypothesis; empty before the first token
+
+    def found(self) -> Iterator[tuple[int, int]]:
+        """Yield the places (utterance, hypothesis) of texts that end in a loop."""
+        for n, texts in enumerate(self._texts):
+            yield from ((n, k) for k, text in enumerate(texts) if is_endless(text))
+
+    def follow(self, sources: list[list[int]], tokens: list[list[int]]) -> None:
+        earlier = self._texts or [[[] for _ in row] for row in tokens]
+        self._texts = [
+            [
+                texts[source] + ([token] if token < self._first_time else [])
+                for source, token in zip(row_sources, row_tokens, strict=True)
+            ]
+            for texts, row_sources, row_tokens in zip(earlier, sources, tokens, strict=True)
+        ]
+
+    def keep(self, utterances: list[int]) -> None:
+        self._texts = [self._texts[n] for n in utterances]
 
 
 # --------------------

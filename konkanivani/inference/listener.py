@@ -330,5 +330,5 @@ class Listener:
         delay = copy.deepcopy(self._delay)
         words: list[Word] = []
         if self._recognizer.is_long_enough(piece):
-            ((words),) = self._recognizer.recognize([piece], delay)
+            (words,) = self._recognizer.recognize([piece], delay)
         return Decoded(piece, tuple(words), delay)

@@ -46,9 +46,9 @@ MAX_PIECE = 30.0  # seconds, even if the model was trained on longer utterances
 PAUSE = 0.4  # seconds
 BATCH_SECONDS = 20.0  # seconds of padded audio per batch
 
-# Limit of Whisper's text while a person speaks: twice the tokens of Devanagari at a normal speed. A model that repeats
-# itself in noise or music would otherwise write up to its limit for 30 s, in each pass. Recordings have no such limit:
-# no speaker waits, and loops are recognised by their copies.
+# Limit of Whisper's text while a person speaks: twice the tokens of Devanagari at a normal speed. A model that finds no
+# end in noise or music would otherwise write up to its limit for 30 s, in each pass. Recordings have no such limit: no
+# speaker waits, and the end of a loop is removed.
 TOKENS_PER_SECOND = 30.0
 EXTRA_TOKENS = 20
 
@@ -236,7 +236,10 @@ def build_recognizer(
 
 
 def limited_by_duration(decode: Decode, seconds: float) -> Decode:
-    """Return a search for a vocabulary with a limit, such as Whisper's, limited further to speech of `seconds`."""
+    """Return a search for a vocabulary with a limit, such as Whisper's, limited further to speech of `seconds`.
+
+    A text that repeats itself without end is ended before the limit.
+    """
     if isinstance(decode, FallbackDecode):
         return replace(decode, inner=_limited_search(decode.inner, seconds))
     return _limited_search(decode, seconds) if isinstance(decode, BeamDecode) else decode
@@ -247,7 +250,7 @@ def _limited_search(search: BeamDecode, seconds: float) -> BeamDecode:
     if search.rules.most_tokens is None:
         return search
     most = min(search.rules.most_tokens, EXTRA_TOKENS + math.ceil(TOKENS_PER_SECOND * seconds))
-    return replace(search, rules=replace(search.rules, most_tokens=most))
+    return replace(search, rules=replace(search.rules, most_tokens=most, ends_loops=True))
 
 
 def with_word_times(speech_model: SpeechModel) -> SpeechModel:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from konkanivani.decoding.ctc import Hypothesis, Network
-from konkanivani.decoding.decode import BeamDecode
+from konkanivani.decoding.decode import BeamDecode, count_repeated, is_endless
 from konkanivani.decoding.scorers import AttentionScorer, FullScorer
 from konkanivani.lengths import Lengths
 from konkanivani.models.whisper.vocabulary import PromptedVocabulary
@@ -77,7 +77,8 @@ class FallbackDecode:
         limits = self.inner.limits(model, encoded_lengths)
         for row in bad:
             # A chant or a list may repeat itself. If the hypothesis ends by itself, it is kept.
-            if len(outputs[row]) >= limits[row] and not self._is_readable(outputs[row]):
+            is_cut = len(outputs[row]) >= limits[row] or self._is_ended_loop(outputs[row])
+            if is_cut and not self._is_readable(outputs[row]):
                 outputs[row] = without_final_loop(outputs[row], self.vocabulary)
         return outputs
 
@@ -86,6 +87,10 @@ class FallbackDecode:
 
     def _is_readable(self, tokens: list[int]) -> bool:
         return compression_ratio(self.vocabulary.decode(tokens).encode()) <= self.max_compression
+
+    def _is_ended_loop(self, tokens: list[int]) -> bool:
+        text = [token for token in tokens if self.vocabulary.seconds_of(token) is None]
+        return self.inner.rules.ends_loops and is_endless(text)
 
     def _is_likely(self, decoded: ScoredTokens) -> bool:
         return decoded.mean_log_probability >= self.min_log_probability
@@ -173,14 +178,7 @@ def without_final_loop(tokens: list[int], vocabulary: PromptedVocabulary) -> lis
     # Timestamps rise from copy to copy, so only text tokens are compared.
     places = [index for index, token in enumerate(tokens) if vocabulary.seconds_of(token) is None]
     text = [tokens[index] for index in places]
-    removed = 0
-    for period in range(1, len(text) // LOOP_COPIES + 1):
-        repeated = 0
-        while repeated < len(text) - period and text[-1 - repeated] == text[-1 - repeated - period]:
-            repeated += 1
-        # `repeated` tokens equal those one period earlier, so the first copy is not among them.
-        if repeated >= (LOOP_COPIES - 1) * period:
-            removed = max(removed, repeated)
+    removed = count_repeated(text, LOOP_COPIES)
     if not removed:
         return tokens
     first_removed = places[len(text) - removed]

@@ -1,5 +1,7 @@
 """Generation rules forbid the same tokens as transformers' logits processors, and prompts precede hypotheses."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -79,6 +81,47 @@ def test_forbidden_tokens_equal_those_of_transformers(rules, seed, spread):
         tokens = tokens.gather(1, sources)
         scorer.follow(sources, tokens)
         history = torch.cat([history.gather(1, sources[:, :, None].expand_as(history)), tokens[:, :, None]], dim=2)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10**6), st.booleans())
+def test_hypotheses_that_loop_can_only_end(seed, has_times):
+    """Three copies and two repeated tokens count as a loop here, and only three tokens are possible."""
+    generator = torch.Generator().manual_seed(seed)
+    times = TimeRules(NO_TIMES, FIRST_TIME, None) if has_times else None
+    scores = torch.full((14, 3, 2, V), -math.inf)
+    scores[..., [1, 2, END, *(range(FIRST_TIME, V) if has_times else ())]] = 0.0
+    loops = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("konkanivani.decoding.decode.ENDLESS_COPIES", 3)
+        patch.setattr("konkanivani.decoding.decode.ENDLESS_TOKENS", 2)
+        plain = RuledScorer(FixedScores(scores), GenerationRules(times=times), END)
+        scorer = RuledScorer(FixedScores(scores), GenerationRules(times=times, ends_loops=True), END)
+        history = torch.empty(3, 2, 0, dtype=torch.int64)
+        for step in range(14):
+            if step == 8:  # an utterance has ended
+                kept = torch.tensor([0, 2])
+                for each in (plain, scorer):
+                    each.keep(kept)
+                history = history[kept]
+            expected, actual = plain.score(), scorer.score()
+            for row in [(n, k) for n in range(len(history)) for k in range(2)]:
+                text = [token for token in history[row].tolist() if token < NO_TIMES]
+                periods = range(1, len(text) // 3 + 1)
+                if any(text[-3 * period :] == 3 * text[-period:] for period in periods):
+                    assert actual[row].isfinite().nonzero().flatten().tolist() == [END]
+                    loops += 1
+                else:
+                    assert torch.equal(actual[row], expected[row])
+            # The hypotheses go on, so that later loops are seen too.
+            allowed = expected.exp().gt(0).double().index_fill(2, torch.tensor(END), 0.0) + 1e-9
+            tokens = torch.multinomial(allowed.flatten(0, 1), 1, generator=generator).view(history.shape[:2])
+            sources = torch.randint(2, history.shape[:2], generator=generator)
+            tokens = tokens.gather(1, sources)
+            for each in (plain, scorer):
+                each.follow(sources, tokens)
+            history = torch.cat([history.gather(1, sources[:, :, None].expand_as(history)), tokens[:, :, None]], dim=2)
+    assert loops or has_times
 
 
 def test_scores_of_allowed_tokens_are_unchanged():

@@ -5,14 +5,14 @@ Fine-tuned Whisper models repeat their last sentence over the silence between th
 """
 
 import dataclasses
-import math
+import random
 
 import pytest
 import torch
 
 from konkanivani.config import AugmentConfig
 from konkanivani.decoding.ctc import Hypothesis
-from konkanivani.decoding.decode import BeamDecode, greedy_decode
+from konkanivani.decoding.decode import ENDLESS_COPIES, ENDLESS_TOKENS, BeamDecode, greedy_decode
 from konkanivani.inference.live import for_live_speech
 from konkanivani.inference.recognizer import Recognizer
 from konkanivani.inference.segmentation import MARGIN, STEPS_A_SECOND, Piece, build_segmentation
@@ -174,35 +174,67 @@ def test_repetition_that_ends_is_kept(vocabulary):
     assert results == [*SPOKEN_WORDS, *[SPOKEN_WORDS[3]] * 40]
 
 
-def test_partial_text_is_limited_by_the_duration_of_the_speech(vocabulary):
-    word = text_tokens(vocabulary, " " + SPOKEN_WORDS[0])
-    recognizer = scripted_recognizer(vocabulary, word, word)
-    copies = [
-        len(recognizer.recognize_prefix(torch.zeros(round(seconds * SAMPLE_RATE))).text.split())
-        for seconds in (0.5, 2.0, 30.0)
-    ]
-    assert copies == [math.ceil(tokens / len(word)) for tokens in (35, 80, recognizer.decode.inner.rules.most_tokens)]
-    assert copies[2] > 2 * copies[1]  # negative control: 30 s are limited by the decoder alone
-
-
-def test_final_text_of_live_speech_is_limited_by_its_duration(vocabulary, monkeypatch):
-    endless = text_tokens(vocabulary, " ".join(SPOKEN_WORDS) + " ")
-    recognizer = scripted_recognizer(vocabulary, endless, endless)
-    searched = []
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of tokens of each search."""
+    counts: list[int] = []
     search = BeamDecode.search
 
     def recording_search(self: BeamDecode, *arguments: object, best: int) -> list[tuple[Hypothesis, ...]]:
         hypotheses = search(self, *arguments, best=best)
-        searched.append(len(hypotheses[0][0].tokens))
+        counts.append(len(hypotheses[0][0].tokens))
         return hypotheses
 
     monkeypatch.setattr(BeamDecode, "search", recording_search)
-    live = for_live_speech(recognizer)
-    waveform = torch.zeros(2 * SAMPLE_RATE)
-    piece = Piece(waveform, 0.0, 0.0, 2.0, 0.0, 2.0)
-    for each in (live, recognizer):
-        each.recognize([piece], EmissionDelay())
+    return counts
+
+
+def endless_recognizer(vocabulary: PromptedVocabulary) -> Recognizer:
+    """Return a recogniser whose texts neither end nor repeat themselves."""
+    words = random.Random(0).choices(WORDS, k=400)
+    endless = text_tokens(vocabulary, " ".join(words))
+    return scripted_recognizer(vocabulary, endless, endless)
+
+
+def piece_of(seconds: float) -> Piece:
+    return Piece(torch.zeros(round(seconds * SAMPLE_RATE)), 0.0, 0.0, seconds, 0.0, seconds)
+
+
+def test_partial_text_is_limited_by_the_duration_of_the_speech(vocabulary, searched):
+    recognizer = endless_recognizer(vocabulary)
+    for seconds in (0.5, 2.0, 30.0):
+        recognizer.recognize_prefix(piece_of(seconds).waveform)
+    assert searched == [35, 80, recognizer.decode.inner.rules.most_tokens]
+    assert searched[2] > 2 * searched[1]  # negative control: 30 s are limited by the decoder alone
+
+
+def test_final_text_of_live_speech_is_limited_by_its_duration(vocabulary, searched):
+    recognizer = endless_recognizer(vocabulary)
+    for each in (for_live_speech(recognizer), recognizer):
+        each.recognize([piece_of(2.0)], EmissionDelay())
     assert searched == [80, recognizer.decode.inner.rules.most_tokens]
+
+
+def test_loop_in_live_speech_is_ended(vocabulary, searched):
+    script = text_tokens(vocabulary, " ".join(SPOKEN_WORDS))
+    loop = text_tokens(vocabulary, " " + SPOKEN_WORDS[0])
+    recognizer = scripted_recognizer(vocabulary, script, loop)
+    live = for_live_speech(recognizer)
+    (words,) = live.recognize([piece_of(30.0)], EmissionDelay())
+    (usual,) = recognizer.recognize([piece_of(30.0)], EmissionDelay())
+    partial = recognizer.recognize_prefix(piece_of(30.0).waveform).text
+    assert [word.text for word in words] == [word.text for word in usual]
+    assert {word.text for word in words} == set(SPOKEN_WORDS) == set(partial.split())
+    repeated = max(ENDLESS_TOKENS, (ENDLESS_COPIES - 1) * len(loop))
+    assert searched[0] == searched[2] <= len(script) + len(loop) + repeated
+    assert searched[1] == recognizer.decode.inner.rules.most_tokens > 2 * searched[0]  # negative control: a recording
+
+
+def test_chant_in_live_speech_is_kept(vocabulary):
+    chant = [*SPOKEN_WORDS, *[SPOKEN_WORDS[3]] * (ENDLESS_COPIES - 2)]
+    recognizer = scripted_recognizer(vocabulary, text_tokens(vocabulary, " ".join(chant)), [vocabulary.special.end])
+    (words,) = for_live_speech(recognizer).recognize([piece_of(10.0)], EmissionDelay())
+    assert [word.text for word in words] == chant
 
 
 def test_live_speech_is_decoded_at_one_temperature(vocabulary, monkeypatch):
