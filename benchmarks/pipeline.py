@@ -140,7 +140,7 @@ def run_bare_steps(log: Path, steps: int, flags: list[str]) -> None:
     """Run `steps` optimizer steps of the run with these training flags."""
     run = build_run(resolve_start(parse_args(flags)))
     with closing(run.data.global_batches.from_cursor(run.state.cursor)) as stream:
-        global_batches = [global_batch for global_batch, _ in islice(stream, steps)]
+        global_batches = [global_batch for global_batch, _ in islice(stream, steps) if global_batch is not None]
     with freeze_gc():  # as in the training loop, which keeps garbage collection out of the steps
         for step, global_batch in enumerate(global_batches):
             train_step(run.step, global_batch, step)

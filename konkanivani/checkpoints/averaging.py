@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from konkanivani.checkpoints.checkpoint import PRETRAINED_STATE, PROVENANCE_STATE, Checkpoint, model_weights
-from konkanivani.checkpoints.checkpointer import BEST, EPOCH_NAME, LAST, PREVIOUS, epochs_in
+from konkanivani.checkpoints.checkpointer import epochs_in
 from konkanivani.console import count
 from konkanivani.errors import CheckpointError
 from konkanivani.flags import config_from_text
@@ -178,12 +178,6 @@ def newest_epochs(directory: str | Path, count: int) -> list[Path]:
             "with a larger --keep_checkpoints."
         )
     return epochs[:count][::-1]
-
-
-def is_name_of_a_run(path: str | Path) -> bool:
-    """Return whether training runs use this file name, so that a later run could resume from the file."""
-    name = Path(path).name
-    return name in (LAST, PREVIOUS, BEST) or EPOCH_NAME.fullmatch(name) is not None
 
 
 def _without_optimizer_state(named: NamedCheckpoint) -> NamedCheckpoint:

@@ -88,10 +88,11 @@ class Checkpointer:
         return last
 
     def discard_unfinished(self) -> None:
-        """Remove partial files, of this process or of one that was killed."""
+        """Remove partial checkpoints of a run: of this process, or of one that was killed."""
         with contextlib.suppress(OSError):
             for partial in self.directory.glob("*.partial"):
-                partial.unlink()
+                if is_name_of_a_run(partial.with_suffix("")):  # not of another command that writes to this folder
+                    partial.unlink()
 
     def read_newest_sound(self, sets_aside: bool = True) -> tuple[Path, Checkpoint] | None:
         """Return the valid checkpoint with the most steps; None if the folder has none.
@@ -154,8 +155,8 @@ class Checkpointer:
         )
 
     def newest_before(self, step: int) -> Path | None:
-        """Return the newest valid checkpoint before `step`: its weights gave a finite gradient at least once."""
-        for path in self._candidates():
+        """Return the valid checkpoint with the most steps before `step`: its weights gave a finite gradient once."""
+        for path in self._newest_first():
             with contextlib.suppress(CheckpointError, ResourceError):
                 if read_checkpoint(path).step < step:
                     return path
@@ -250,6 +251,12 @@ def epochs_in(directory: Path) -> list[Path]:
     """Return the epoch checkpoints of a folder, newest first."""
     numbered = [(int(m.group(1)), p) for p in directory.glob("*.pt") if (m := EPOCH_NAME.fullmatch(p.name))]
     return [path for _, path in sorted(numbered, reverse=True)]
+
+
+def is_name_of_a_run(path: str | Path) -> bool:
+    """Return whether training runs use this file name, so that a later run could resume from the file."""
+    name = Path(path).name
+    return name in (LAST, PREVIOUS, BEST) or EPOCH_NAME.fullmatch(name) is not None
 
 
 def first_free_name(directory: Path, name: str) -> Path:

@@ -53,8 +53,9 @@ def check_flags(flags: Flags) -> None:
 def average(flags: Flags) -> str:
     """Write the averaged checkpoint atomically and return a sentence on it."""
     check_flags(flags)
-    from konkanivani.checkpoints.averaging import average_checkpoints, is_name_of_a_run, newest_epochs
+    from konkanivani.checkpoints.averaging import average_checkpoints, newest_epochs
     from konkanivani.checkpoints.checkpoint import write_checkpoint
+    from konkanivani.checkpoints.checkpointer import is_name_of_a_run
 
     paths = [Path(path) for path in flags.checkpoints]
     if flags.checkpoint_dir is not None:

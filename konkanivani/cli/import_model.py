@@ -44,7 +44,7 @@ def check_flags(flags: Flags) -> tuple[str, str]:
     """
     if flags.model is None or flags.output is None:
         raise UsageError("Give the .nemo file to read and the checkpoint to write, such as konkani.nemo konkani.pt.")
-    from konkanivani.checkpoints.averaging import is_name_of_a_run
+    from konkanivani.checkpoints.checkpointer import is_name_of_a_run
 
     output = Path(flags.output)
     if output.resolve() == Path(flags.model).resolve():

@@ -286,7 +286,7 @@ class EpochPlanner:
     def global_batches_per_epoch(self) -> int:
         return -(-len(self.durations) // self.global_batch_size)
 
-    def cursors_behind(self, cursor: Cursor) -> Iterator[Cursor]:
+    def cursors_after(self, cursor: Cursor) -> Iterator[Cursor]:
         """Yield the cursor after each global batch from `cursor` on, without end."""
         epoch = cursor.epoch
         number = cursor.consumed

@@ -46,20 +46,19 @@ class GlobalBatchStream:
 
     def from_cursor(
         self, cursor: Cursor, check: Callable[[], None] = lambda: None
-    ) -> Generator[tuple[GlobalBatch, Cursor], None, None]:
+    ) -> Generator[tuple[GlobalBatch | None, Cursor], None, None]:
         """Yield global batches without end, each with the cursor after it; closing the generator ends the workers.
 
-        A global batch without any readable utterance is skipped. `check` is called before each global batch and while
-        waiting for one; its exceptions end the stream, and `Interrupted` ends the streams of all ranks.
+        A global batch without any readable utterance is None: the cursor after it may be the end of an epoch. `check`
+        is called before each global batch and while waiting for one; its exceptions end the stream, and `Interrupted`
+        ends the streams of all ranks.
         """
         special = self.speech.tokenizer.special
         combine = partial(split_into_micro_batches, limits=self.limits, special=special)
         fetcher = Fetcher(self.speech, combine, self.loader.workers)
         with closing(load_in_order(fetcher, self.planned(cursor), self.loader, check)) as loaded:
-            for behind in self.planner.cursors_behind(cursor):
-                global_batch = self._next(loaded)
-                if global_batch is not None:
-                    yield global_batch, behind
+            for following in self.planner.cursors_after(cursor):
+                yield self._next(loaded), following
 
     def _next(self, loaded: Iterator[LoadedItem[GlobalBatch]]) -> GlobalBatch | None:
         """Return the next global batch: this rank's micro-batches, counts of all ranks; None if nothing is readable."""

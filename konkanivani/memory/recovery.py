@@ -78,7 +78,7 @@ class MicroBatchPlan:
     @property
     def largest_size(self) -> int:
         """Most utterances in one micro-batch, which need not be `largest`."""
-        return max(batch.size for batch in self.micro_batches)
+        return max((batch.size for batch in self.micro_batches), default=0)  # a rank may have no utterances
 
     def in_small_chunks(self) -> "MicroBatchPlan":
         """Return the plan with chunks of SMALL_CHUNK_FRAMES."""

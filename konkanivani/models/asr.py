@@ -296,11 +296,13 @@ class SpeechNetwork(torch.nn.Module):
         """Return a short input of the front end: half a second of silence."""
         return torch.zeros(SAMPLE_RATE // 2, dtype=next(self.parameters()).dtype)
 
-    def ctc_logits(self, features: torch.Tensor, feature_lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
+    def ctc_logits(
+        self, features: torch.Tensor, feature_lengths: Lengths, wrap_block: WrapBlock = keep_activations
+    ) -> tuple[torch.Tensor, Lengths]:
         """Return logits (B, T', V) and their lengths from the encoder and CTC head alone, for greedy decoding."""
         if self.ctc_head is None:
             raise ValueError("a network without a CTC head has no CTC logits")
-        encoded, encoded_lengths = self.encoder(features, feature_lengths)
+        encoded, encoded_lengths = self.encoder(features, feature_lengths, wrap_block)
         return self.ctc_head(encoded), on_host(encoded_lengths)
 
 

@@ -419,7 +419,8 @@ class _Chunk:
             scores = scores.add_(part) if scores.dtype == part.dtype else scores + part
         if key_mask is not None:
             scores = scores.masked_fill_(~key_mask[self.rows, :, :, self.keys], -torch.inf)
-        return F.softmax(scores, dim=-1)
+        # In fp32 as under autocast, which the backward pass runs without.
+        return F.softmax(scores, dim=-1, dtype=at_least_float32(scores))
 
 
 def _chunks(query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> Iterator[_Chunk]:

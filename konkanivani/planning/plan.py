@@ -94,7 +94,10 @@ class Planner:
         return peak.grown(GRAPH_GROWTH) if self.traces.costs.graphs else peak
 
     def largest_batch(self, seconds: float, tokens: int, recompute: RecomputePolicy, most: int) -> BucketPlan:
-        """Return the largest micro-batch of these utterances that fits, at most `most`; its size has been traced."""
+        """Return a micro-batch of these utterances that fits, at most `most`; its size has been traced.
+
+        It is found by extrapolation from traced sizes: one that is slightly larger may fit too.
+        """
         blocks = recompute(seconds).count
         blocks = min(blocks, self.traces.blocks)
         guess = self._growth(recompute).utterances(self.budget, seconds)
@@ -106,7 +109,7 @@ class Planner:
             fits, too_large = (utterances, too_large) if peak <= self.budget else (fits, utterances)
             base = self._growth(recompute).base
             reached = int(utterances * (self.budget - base) / max(1.0, peak - base))
-            # Extrapolate linearly from the last trace, within the bounds; the loop ends if no untried size is left.
+            # Extrapolate linearly from the last trace, within the bounds; the loop ends if that is not a larger size.
             utterances = min(max(reached, fits), too_large - 1)
         peak = self.peak(BatchShape(max(1, fits), seconds, tokens), recompute)
         return BucketPlan(seconds, tokens, fits, blocks, peak)
@@ -307,7 +310,7 @@ def resolve_placement(
     """
     requested = config.memory.weights
     if ranks.world_size > 1 and config.memory.weight_dtype == "bf16":
-        raise UsageError("--weight_dtype bf16 supports one process: omit it, or use --shard always with several.")
+        raise UsageError("--weight_dtype bf16 supports one process: omit it, or use one process.")
     if ranks.world_size > 1 and requested not in (AUTO, "card"):
         raise UsageError(f"--weights {requested} supports one process: omit it, or use --shard always with several.")
     if requested == AUTO and (ranks.world_size > 1 or device.type == "cpu"):
@@ -452,5 +455,5 @@ def _check_every_utterance_fits(
     raise ResourceError(
         f"{count(len(rows), 'training utterance', 'does/do')} not fit the budget of {budget_text(budget)} even "
         f"in a micro-batch of one: {listed}{' and others' if len(rows) > 3 else ''}; the longest would need "
-        f"{peak_text(too_long[-1].peak)}. Use {', '.join(helps)} or a smaller {smaller}."
+        f"{peak_text(too_long[-1].peak)}. Use {' or '.join([*helps, f'a smaller {smaller}'])}."
     )

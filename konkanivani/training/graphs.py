@@ -198,7 +198,8 @@ class GraphedGradient:
         """`is_measured_first`: capture only if the first steps show that the device waits for the host."""
         self.grid = grid
         self.is_active = True
-        self._shares: list[float] | None = [] if is_measured_first else None
+        self._is_measured_first = is_measured_first
+        self._shares: list[float] | None = None
         self._backend = backend
         self._captured: dict[GraphKey, CapturedMicroBatch] = {}
         self._trained: tuple[bool, ...] | None = None
@@ -217,6 +218,7 @@ class GraphedGradient:
             self.drop(parts)
             self._trained = trained
             self.is_active = True
+            self._shares = [] if self._is_measured_first else None  # another step, to be measured again
         eagerly = dataclasses.replace(task, forward_and_backward=self.run_eagerly)
         if not self.is_active:
             return local_gradient(eagerly)

@@ -18,6 +18,7 @@ from konkanivani.data.manifest import Rejection
 from konkanivani.distributed import all_reduce_max, gather
 from konkanivani.errors import DataError, Interrupted, NumericsError, ResourceError
 from konkanivani.lengths import SECONDS
+from konkanivani.models.conformer import keep_activations
 from konkanivani.training.optimizer_state import full_weights
 from konkanivani.training.progress import (
     EpochLearning,
@@ -66,6 +67,7 @@ class PeriodicSaver:
     def __init__(self, run: Run) -> None:
         self.run = run
         self._saved_at = time.monotonic()
+        self._saved_step = run.state.step
         self._failures = 0
         self._saved_state: dict[str, int | float] | None = None
 
@@ -73,7 +75,8 @@ class PeriodicSaver:
         """Save checkpoint_last.pt if --save_steps or --save_minutes have passed."""
         config = self.run.config.run
         state = self.run.state
-        by_steps = config.save_steps and state.step % config.save_steps == 0
+        # A skipped step leaves the number, which must not save again.
+        by_steps = config.save_steps and state.step % config.save_steps == 0 and state.step != self._saved_step
         by_time = config.save_minutes and time.monotonic() - self._saved_at >= 60 * config.save_minutes
         is_due = bool(by_steps or by_time)
         if self.run.is_sharded:  # all ranks save together, but their clocks differ
@@ -82,19 +85,21 @@ class PeriodicSaver:
         if is_due and not state.has_epoch_to_finish:
             self.save()
 
-    def save(self, epoch: int | None = None, is_best: bool = False, is_final: bool = False) -> None:
-        """Save now, on the first rank only; warn on failure, but raise at the third in a row or in the final save.
+    def save(self, epoch: int | None = None, is_best: bool = False, is_final: bool = False) -> bool:
+        """Save now, on the first rank only; return whether no write failed.
 
-        The final save is skipped if the newest checkpoint already has this state: after a signal, writing the same
-        state again on a slow disk could take longer than the scheduler waits before SIGKILL (torchrun: 30 s).
+        Warn on failure, but raise at the third in a row or in the final save. The final save is skipped if the newest
+        checkpoint already has this state: after a signal, writing the same state again on a slow disk could take longer
+        than the scheduler waits before SIGKILL (torchrun: 30 s).
         """
         if is_final and self._is_saved():
-            return
+            return True
         self._saved_at = time.monotonic()
+        self._saved_step = self.run.state.step
         if not self.run.topology.is_first:
             if self.run.is_sharded:
                 self.run.checkpoint()  # a collective: the first rank receives the whole tensors
-            return
+            return True
         checkpoint = self.run.checkpoint()
         self.run.logs.logbook.flush()
         try:
@@ -106,8 +111,10 @@ class PeriodicSaver:
             if is_final or self._failures >= MAX_FAILED_SAVES:
                 raise
             say(f"{error} Training continues; the previous checkpoint is kept, and the next save retries.")
+            return False
         finally:
             self.run.monitor.end_phase("save")
+        return True
 
     def _is_saved(self) -> bool:
         """Return whether no step and no validation came after the last save; always False for sharded weights."""
@@ -211,9 +218,10 @@ def log_validation(run: Run, evaluation: Evaluation, learning: EpochLearning) ->
         rank_peaks_mib=run.rank_peaks_mib(),
     )
     run.logs.logbook.log(record)
+    # Without a search there are no hypotheses.
     is_speech = run.step.architecture.framing.unit == SECONDS  # a text has no spectrogram
     # Not before step 1: FSDP2 must run the whole model once on each rank before its CTC part alone.
-    if run.state.step and run.data.validation is not None and is_speech:
+    if run.state.step and run.data.validation is not None and is_speech and shown:
         log_spectrogram(run, run.data.validation.speech, shown[0].utterance.id)
 
 
@@ -223,7 +231,8 @@ def log_spectrogram(run: Run, speech: EvalDataset, utterance_id: str) -> None:
     index = next(i for i, utterance in enumerate(speech.utterances) if utterance.id == utterance_id)
     example = speech[index]
     if isinstance(example, Rejection):  # readable a moment ago, when it was evaluated
-        raise DataError(f"{example.audio_filepath} cannot be read any more: {example.reason}. Check the file.")
+        say(f"{example.audio_filepath} cannot be read any more: {example.reason}. TensorBoard gets no spectrogram.")
+        return
     waveform = example.waveform
     forward = run.step.forward
     features, lengths = forward.front_end(waveform[None].to(forward.device), (len(waveform),), None)
@@ -231,7 +240,7 @@ def log_spectrogram(run: Run, speech: EvalDataset, utterance_id: str) -> None:
     if forward.architecture.has_ctc:
         forward.model.eval()
         with full_weights(forward.model), forward.autocast():
-            logits, _ = forward.model.ctc_logits(features, lengths)
+            logits, _ = forward.model.ctc_logits(features, lengths, forward.with_weights(keep_activations))
         posteriors = logits[0].float().softmax(dim=-1).cpu()
     record = SpectrogramRecord(run.state.step, utterance_id, waveform, features[0].float().cpu(), posteriors)
     run.logs.logbook.log(record)
@@ -258,18 +267,26 @@ def train(run: Run, last_step: int | None = None) -> None:
         freeze_gc(),
     ):
         validate_initial_weights(run, interruptible)
+        run.logs.progress.lap()  # the set-up, a rehearsal and this validation are not training time
         while True:
             if state.has_epoch_to_finish:
+                best_score = state.best_score
                 with save_on_error(saver):
                     is_best = finish_epoch(run, interruptible)
                 # Outside of save_on_error: a failure of this save must not trigger another one.
-                saver.save(epoch=state.epoch, is_best=is_best)
+                is_saved = saver.save(epoch=state.epoch, is_best=is_best)
+                if all_reduce_max(run.topology, not is_saved):
+                    # The score of the weights in checkpoint_best.pt, which the next epochs must surpass.
+                    state.best_score = best_score
             if run.is_finished(last_step):
                 break
             with save_on_error(saver):
                 with interruptible():
                     global_batch, cursor = run.logs.progress.wait_for_next(global_batches)
                 run.monitor.end_phase("data")
+                if global_batch is None:
+                    state.move_to(cursor)
+                    continue
                 report = train_step(run.step, global_batch, state.step, run.interruption.is_requested, interruptible)
                 if report is None:
                     run.interruption.check()
@@ -325,7 +342,6 @@ def validate_initial_weights(run: Run, interruptible: Callable[[], AbstractConte
     state.initial_wer = evaluation.rates.wer
     state.initial_cer = evaluation.rates.cer
     log_validation(run, evaluation, state.learning(run.step.total_steps))
-    run.logs.progress.lap()
 
 
 def finish_epoch(run: Run, interruptible: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:

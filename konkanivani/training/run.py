@@ -83,8 +83,7 @@ class TrainState:
 
     def advance(self, cursor: Cursor, audio_seconds: float, is_skipped: bool, splits: int) -> None:
         """Count one consumed global batch; a skipped update does not advance the step and its learning rate."""
-        self.epoch = cursor.epoch
-        self.consumed = cursor.consumed
+        self.move_to(cursor)
         self.audio_seconds += audio_seconds
         self.splits += splits
         if is_skipped:
@@ -93,6 +92,11 @@ class TrainState:
         else:
             self.step += 1
             self.consecutive_skips = 0
+
+    def move_to(self, cursor: Cursor) -> None:
+        """Set the position of the next global batch."""
+        self.epoch = cursor.epoch
+        self.consumed = cursor.consumed
 
     def begin_epoch(self) -> None:
         """Move the cursor to the epoch's first global batch and reset the epoch's counters."""
@@ -133,7 +137,8 @@ class TrainState:
             self.epochs_without_improvement = 0
         self.score_kind = kind.value
         is_best = score < self.best_score
-        self.best_score = min(score, self.best_score)
+        if is_best:  # not min(), which returns its first argument if one is NaN
+            self.best_score = score
         self.epochs_without_improvement = 0 if is_best else self.epochs_without_improvement + 1
         return is_best
 

@@ -62,10 +62,13 @@ class ForwardPass:
         features, feature_lengths = self.front_end(batch.waveforms, batch.sample_lengths, batch.augment_seeds)
         with self.autocast():
             # Recomputation is the outer wrapper: its second forward pass fetches the block's weights again.
-            recompute = self.recompute(batch.longest_seconds)
-            wrap_block = self.weights.fetching_inside(recompute) if self.weights else recompute
+            wrap_block = self.with_weights(self.recompute(batch.longest_seconds))
             output = self.model(features, feature_lengths, batch.decoder_tokens, wrap_block, self.chunk_frames)
             return output, self.model.loss_sums(output, batch, self.objective, self.chunk_frames)
+
+    def with_weights(self, wrap_block: WrapBlock) -> WrapBlock:
+        """Return a wrapper of blocks that also provides offloaded weights on the device."""
+        return self.weights.fetching_inside(wrap_block) if self.weights else wrap_block
 
     def plan(self, micro_batches: tuple[Batch, ...]) -> MicroBatchPlan:
         """Return the plan that runs these micro-batches; a single one is halved if two are to run in parallel."""

@@ -13,8 +13,9 @@ import pytest
 import soundfile
 import torch
 
-from konkanivani.checkpoints.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from konkanivani.checkpoints.checkpoint import Checkpoint, ScoreKind, read_checkpoint, write_checkpoint
 from konkanivani.checkpoints.checkpointer import LAST, Checkpointer
+from konkanivani.config import RunConfig, TrainConfig
 from konkanivani.data.filtering import Limits, reason_to_reject
 from konkanivani.data.index import Utterance
 from konkanivani.data.manifest import read_manifest
@@ -396,6 +397,7 @@ class FlakyRun:
         self.logs = self.storage = self.logbook = self.checkpointer = self.monitor = self
         self.state = TrainState()
         self.phases: list[str] = []
+        self.config = TrainConfig()
 
     def flush(self) -> None: ...
 
@@ -418,6 +420,44 @@ def test_failed_save_warns_and_third_in_a_row_raises(capsys):
     with pytest.raises(ResourceError, match="disk is full"):
         saver.save()
     assert saver.run.phases == ["save"] * 6, "a failed save uses memory too"
+
+
+def test_skipped_step_does_not_save_again():
+    run = FlakyRun(set())
+    run.config = TrainConfig(run=RunConfig(save_steps=2, save_minutes=0))
+    saver = PeriodicSaver(run)
+    saves = []
+    for step in (0, 0, 1, 2, 2, 2, 3, 4):
+        run.state.step = step
+        saver.save_if_due()
+        saves.append(run.saves)
+    assert saves == [0, 0, 0, 1, 1, 1, 1, 2]
+
+
+def test_failed_save_of_the_best_epoch_leaves_the_score_of_the_stored_one(corpus, tmp_path):
+    """Scores 0.9, 0.5 (its save fails), 0.7: the third epoch is the best of the stored ones."""
+    run = build_run(begin_run([*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path), "--epochs", "3"]))
+    scores = iter((0.9, 0.5, 0.7))
+    saved = []
+    save = Checkpointer.save
+
+    def failing_save(
+        self: Checkpointer, checkpoint: Checkpoint, epoch: int | None = None, is_best: bool = False
+    ) -> Path:
+        saved.append((epoch, is_best))
+        if epoch == 2:
+            raise ResourceError("The disk is full.")
+        return save(self, checkpoint, epoch, is_best)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "konkanivani.training.loop.finish_epoch",
+            lambda run, _interruptible: run.state.finish_epoch(next(scores), ScoreKind.CER),
+        )
+        patch.setattr(Checkpointer, "save", failing_save)
+        train(run)
+    assert [each for each in saved if each[0] is not None] == [(1, True), (2, True), (3, True)]
+    assert run.state.best_score == 0.7
 
 
 def test_failed_final_save_raises():

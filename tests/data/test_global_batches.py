@@ -228,6 +228,18 @@ def test_negative_control_another_epoch_has_other_global_batches(train_dataset):
         )
 
 
+def test_unreadable_global_batch_still_ends_its_epoch(train_dataset, tmp_path):
+    """The last global batch of the epoch is one utterance, whose file is missing."""
+    utterances = list(train_dataset.utterances[:5])
+    planner = EpochPlanner(np.array([u.duration for u in utterances]), 4, seed=3)
+    (last,) = planner.plan_epoch(0)[-1]
+    utterances[last] = dataclasses.replace(utterances[last], audio_path=str(tmp_path / "gone.flac"))
+    speech = TrainDataset(utterances, train_dataset.tokenizer, (1.0,), seed=3)
+    taken = first(stream(speech, 0), 3)
+    assert [cursor for _, cursor in taken] == [Cursor(0, 1), Cursor(1, 0), Cursor(1, 1)]
+    assert [global_batch is None for global_batch, _ in taken][:2] == [False, True]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_missing_audio_files_raise_data_error_and_stop_workers(train_dataset, workers, tmp_path):
     absent = [Utterance(f"gone{row}.flac", str(tmp_path / "gone"), 2.0, "एक", row=row) for row in range(1, 5)]

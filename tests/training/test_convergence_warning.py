@@ -85,6 +85,14 @@ def test_scores_of_another_kind_are_not_compared():
     assert not restored.finish_epoch(0.6, ScoreKind.CER) and restored.finish_epoch(0.4, ScoreKind.CER)
 
 
+def test_score_that_is_nan_is_never_the_best():
+    state = TrainState()
+    assert not state.finish_epoch(math.nan, ScoreKind.LOSS)
+    assert state.finish_epoch(3.5, ScoreKind.LOSS)
+    assert not state.finish_epoch(math.nan, ScoreKind.LOSS) and not state.finish_epoch(3.6, ScoreKind.LOSS)
+    assert state.finish_epoch(3.4, ScoreKind.LOSS) and state.best_score == 3.4
+
+
 def test_restarted_epoch_resets_its_statistics():
     state = TrainState(step=5, epoch=1, consumed=2, epoch_steps=2, epoch_clipped=1, epoch_loss=6.0, first_loss=3.0)
     state.begin_epoch()
