@@ -205,8 +205,8 @@ class _Loops:
 
 # CTC scores this number of candidates per hypothesis and place in the beam: the likeliest by the other scorers.
 CANDIDATES_A_PLACE = 2
-# With a length bonus, scores can grow: the search then ends when no hypothesis of the last three lengths comes within
-# ten nats of the best one (Watanabe et al., 2017, eq. 22).
+# With a length bonus, scores can grow: the search then ends when hypotheses ended at each of the last three lengths and
+# none of them came within ten nats of the best one (Watanabe et al., 2017, eq. 22; here endings are pruned too).
 END_DETECT_LENGTHS = 3
 NATS_WITHOUT_HOPE = 10.0
 
@@ -349,11 +349,17 @@ def _can_improve(search: _Search, n: int, best: int, length_bonus: float) -> boo
         return highest > -math.inf
     if length_bonus <= 0:
         return highest > ended[best - 1].log_probability
-    recent = [h for h in ended if len(h.tokens) > search.length - 1 - END_DETECT_LENGTHS]
-    is_hopeless = search.length > END_DETECT_LENGTHS and all(
-        h.log_probability < ended[0].log_probability - NATS_WITHOUT_HOPE for h in recent
-    )
-    return not is_hopeless
+    # A hypothesis gains at most the bonus of the tokens up to its limit.
+    most_gain = length_bonus * max(0, int(search.limits[n]) + 1 - search.length)
+    if highest + most_gain <= ended[best - 1].log_probability:
+        return False
+    hopeless = ended[0].log_probability - NATS_WITHOUT_HOPE
+    recent: dict[int, float] = {}  # score of the best hypothesis that ended with each number of tokens
+    for hypothesis in ended[::-1]:
+        recent[len(hypothesis.tokens)] = hypothesis.log_probability
+    # A length at which no ending reached the beam says nothing.
+    lengths = range(search.length - END_DETECT_LENGTHS, search.length)
+    return not all(recent.get(length, math.inf) < hopeless for length in lengths)
 
 
 # --------------------

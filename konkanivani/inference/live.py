@@ -7,17 +7,21 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import stat
 import sys
 import termios
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import TextIO
 
 import torch
 
 from konkanivani.console import display_width, printable
 from konkanivani.data.audio.pcm import PcmDecoder, PcmFormat
+from konkanivani.errors import DataError
 from konkanivani.inference.listener import EVERY, Event, Final, Listener
 from konkanivani.inference.recognizer import Recognizer
 from konkanivani.inference.segmentation import STEPS_A_SECOND, Piece
@@ -109,12 +113,12 @@ def expected_delay(recognizer: Recognizer, every: float = EVERY) -> str:
 def listen(recognizer: Recognizer, descriptor: int, raw: PcmFormat, output: LiveOutput) -> str:
     """Recognise audio from a file descriptor until its end or Ctrl-C; return a sentence on leftover bytes, or "".
 
-    Raises a DataError if the bytes are not audio.
+    Raises a DataError if the bytes are not audio, after the final text of the audio before them.
     """
     decoder = PcmDecoder(raw)
     listener: Listener | None = None
     every = EVERY if output.shows_partials else None
-    interruption: KeyboardInterrupt | None = None
+    end: KeyboardInterrupt | DataError | None = None
     is_late = False
     try:
         for data in _read_pieces(descriptor):
@@ -123,14 +127,15 @@ def listen(recognizer: Recognizer, descriptor: int, raw: PcmFormat, output: Live
                 continue
             if listener is None:
                 listener = Listener(recognizer, decoder.format.rate, every)
-            output.show(listener.accept(samples))
+            with defer_interrupt():
+                output.show(listener.accept(samples))
             behind = _waiting_bytes(descriptor) / decoder.format.frame_bytes / decoder.format.rate
             if behind > BEHIND_SECONDS and not is_late:
                 is_late = True
                 print(f"Recognition is {behind:.0f} s behind: partial text is skipped.", file=sys.stderr)
-    except KeyboardInterrupt as error:
-        interruption = error
-    if interruption is None:
+    except (KeyboardInterrupt, DataError) as error:
+        end = error
+    if end is None:
         rest = decoder.finish()
         if listener is None and decoder.format is not None:
             listener = Listener(recognizer, decoder.format.rate, every)
@@ -138,11 +143,35 @@ def listen(recognizer: Recognizer, descriptor: int, raw: PcmFormat, output: Live
             output.show(listener.accept(rest))
     if listener is not None:
         output.show(listener.finish())
-    if interruption is not None:
-        raise interruption
+    if end is not None:
+        raise end
     if decoder.leftover:
         return f"The last {decoder.leftover} bytes are not a whole sample and were left out."
     return ""
+
+
+@contextlib.contextmanager
+def defer_interrupt() -> Iterator[None]:
+    """Delay Ctrl-C until the end of the block, whose results would be lost; a second one has its usual effect."""
+    is_pending = False
+
+    def note(_number: int, _frame: FrameType | None) -> None:
+        nonlocal is_pending
+        is_pending = True
+        signal.signal(signal.SIGINT, usual)
+
+    usual = signal.getsignal(signal.SIGINT)
+    # Only the main thread is interrupted, and nohup's processes are not.
+    if threading.current_thread() is not threading.main_thread() or usual is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    if is_pending:
+        raise KeyboardInterrupt
 
 
 def _read_pieces(descriptor: int) -> Iterator[bytes]:

@@ -20,6 +20,7 @@ from konkanivani.data.audio.waveform import stream_audio, stream_samples
 from konkanivani.decoding.ctc import collapse_repeats
 from konkanivani.decoding.decode import BeamDecode, Decode, build_decode, greedy_decode
 from konkanivani.distributed import choose_device
+from konkanivani.errors import UsageError
 from konkanivani.inference.bundle import FOLDER_NAME, is_bundle, read_bundle
 from konkanivani.inference.segmentation import Piece, SegmentationConfig, build_segmentation, segment_audio
 from konkanivani.inference.speech_model import SpeechModel, build_pretrained_model, build_speech_model, read_pretrained
@@ -216,7 +217,9 @@ def build_recognizer(
         longest_seconds: maximum duration of a piece; None for the maximum duration in training, up to 30 s.
         pause_seconds: minimum silence between pieces.
 
-    Raises a CheckpointError if the file cannot be used.
+    Raises:
+        CheckpointError: The file cannot be used.
+        UsageError: The model's window is shorter than `longest_seconds`.
     """
     if pretrained.pretrained is not None:
         folder = read_pretrained(pretrained.pretrained, pretrained.revision)
@@ -226,6 +229,11 @@ def build_recognizer(
     else:
         speech_model = build_speech_model(read_checkpoint(Path(path)), choose_device(device))
     speech_model.check_input()
+    window = speech_model.architecture.longest_seconds
+    if longest_seconds is not None and longest_seconds > window:
+        raise UsageError(
+            f"--longest_piece {longest_seconds:g} is longer than the model's window of {window:g} s: use at most that."
+        )
     longest = min(speech_model.longest_seconds, MAX_PIECE) if longest_seconds is None else longest_seconds
     speech_model = with_word_times(speech_model)
     decode: Decode = build_decode(decoding, speech_model.architecture, speech_model.tokenizer, speech_model.device)

@@ -101,7 +101,7 @@ def segment_audio(blocks: Iterable[torch.Tensor], segmentation: SegmentationConf
         if not len(loud):
             if stream.has_ended:
                 return
-            cut = stream.end
+            cut = max(cut, stream.end - MARGIN)  # of the speech that may follow
             is_within_speech = False
             continue
         if not is_within_speech and int(loud[0]) - cut > MARGIN:

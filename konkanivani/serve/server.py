@@ -44,7 +44,7 @@ from konkanivani.serve.messages import (
     parse_integers,
     parse_message,
 )
-from konkanivani.serve.session import DEFAULT_LIMITS, Limits, Session, close_unread
+from konkanivani.serve.session import DEFAULT_LIMITS, Limits, Outbox, Session, close_unread
 
 # --------------------
 # Access: token, Host and Origin, and the static files.
@@ -238,6 +238,7 @@ class PageServer:
         self._gate = build_gate(self._token, host, frozenset({LISTEN, SAVE, RENDER}))
         self._host = "127.0.0.1" if host in WILDCARDS else host
         self._sessions = threading.Semaphore(limits.sessions)
+        self._receiving = threading.Semaphore(limits.sessions)
         self._saving = threading.Lock()
         self._connections: set[ServerConnection] = set()
         self._lock = threading.Lock()  # of the connections
@@ -328,9 +329,11 @@ class PageServer:
     def _save(self, connection: ServerConnection) -> None:
         if self._corrections is None:
             raise DataError("Corrections are not saved. Start the server with --corrections DIR.")
-        # One at a time, so that their audio does not add up in memory.
-        with self._saving:
-            rows = self._corrections.save(receive_correction(connection, self._limits.request_seconds))
+        # A few at a time, so that their audio does not add up in memory. One that waits for long reads no keepalive.
+        with self._receiving:
+            correction = receive_correction(connection, self._limits.request_seconds)
+            with self._saving:
+                rows = self._corrections.save(correction)
         connection.send(format_message(Saved(rows)))
 
 
@@ -409,9 +412,14 @@ def render_transcript(connection: ServerConnection, timeout: float) -> None:
     if not isinstance(message, Render):
         raise DataError(WRONG_TIME)
     segments = _receive_segments(connection, timeout)
-    for text in render(segments, message.text_format, message.timestamps, message.name):
-        connection.send(format_message(Part(text)))
-    connection.send(format_message(Finished()))
+    # A blocked `send` of a browser that does not read would also stop keepalive and closing; `Outbox.close` ends it.
+    outbox = Outbox(connection)
+    try:
+        for text in render(segments, message.text_format, message.timestamps, message.name):
+            outbox.put(Part(text))
+        outbox.put(Finished())
+    finally:
+        outbox.close(timeout)
 
 
 def _receive_segments(connection: ServerConnection, timeout: float) -> Iterator[Segment]:

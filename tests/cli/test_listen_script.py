@@ -144,6 +144,33 @@ def test_invalid_input_exits_with_code_and_message(base, tmp_path, flags, data, 
     assert message in done.stderr and "Traceback" not in done.stderr
 
 
+def test_text_before_invalid_samples_is_printed(trained, tmp_path):
+    samples = np.append(recording(), np.full(9_000, np.nan)).astype("<f4")
+    done = run_script(
+        *(SCRIPT, "--checkpoint", str(trained.checkpoint), "--device", "cpu", "--sample_format", "f32le"),
+        stdin=write_file(tmp_path / "in", samples.tobytes()),
+    )
+    assert done.returncode == 3 and "NaN" in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stdout.splitlines()) == len(SENTENCES)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_interrupted_block_is_completed_unless_interrupted_twice(count):
+    code = f"""
+import os, signal
+from konkanivani.inference.live import defer_interrupt
+try:
+    with defer_interrupt():
+        for _ in range({count}):
+            os.kill(os.getpid(), signal.SIGINT)
+        print("complete")
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["complete", "interrupted"][count - 1 :], done.stderr
+
+
 def start_listen(*flags: str, **streams) -> subprocess.Popen:
     command = [sys.executable, str(ROOT / SCRIPT), "--device", "cpu", *flags]
     return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, **streams)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from konkanivani.config import DecodingConfig, FeatureConfig
 from konkanivani.data.text import GenerationRules, SpecialTokens, TimeRules
-from konkanivani.decoding.decode import BeamDecode, RuledScorer, build_decode
+from konkanivani.decoding.decode import BeamDecode, RuledScorer, Scorers, Weighted, beam_search, build_decode
 from konkanivani.decoding.scorers import AttentionScorer, gather_scores
 from konkanivani.errors import UsageError
 from konkanivani.models.architecture import HybridArchitecture
@@ -130,6 +130,18 @@ def test_scores_of_allowed_tokens_are_unchanged():
     result, plain = RuledScorer(FixedScores(scores), rules, END).score(), FixedScores(scores).score()
     assert result.isinf().nonzero()[:, 2].tolist() == [3, 4]
     assert torch.equal(result[~result.isinf()], plain[~result.isinf()])
+
+
+def test_length_bonus_search_continues_while_no_hypothesis_ends():
+    """The empty hypothesis ends in the first step; the likely one of six tokens is the next that ends."""
+    scores = torch.full((9, 1, 2, V), -50.0)
+    scores[0, :, :, END] = -8.0
+    scores[:6, :, :, 1] = 0.0
+    scores[6:, :, :, END] = 0.0
+    scorers = Scorers((Weighted(FixedScores(scores), 1.0),), None, 0.0, 0.5, END)
+    (hypotheses,) = beam_search(scorers, (8,), 2, 1, torch.device("cpu"))
+    assert hypotheses[0].tokens == (1,) * 6
+    assert hypotheses[0].log_probability == pytest.approx(3.0, abs=0.01)
 
 
 def build_model():

@@ -12,7 +12,7 @@ import torchaudio
 from konkanivani.config import DecodingConfig, PretrainedConfig
 from konkanivani.data.audio.waveform import resample_blocks
 from konkanivani.decoding.ctc import greedy_ctc
-from konkanivani.errors import DataError
+from konkanivani.errors import DataError, UsageError
 from konkanivani.inference.listener import SURE_PASSES, Event, Final, Listener, LocalAgreement, Partial, matched_prefix
 from konkanivani.inference.recognizer import STABLE_SECONDS, Recognizer, build_recognizer
 from konkanivani.inference.segmentation import TICK_SAMPLES, CausalSegmenter, build_segmentation
@@ -328,10 +328,11 @@ def test_whisper_uses_temperature_fallback_only_for_finals(tmp_path, monkeypatch
     from tests.whisper.parts import write_small_folder
 
     folder = write_small_folder(tmp_path / "whisper")
-    recognizer = build_recognizer(
-        "", DecodingConfig(), "cpu", pretrained=PretrainedConfig(pretrained=str(folder), language="mr")
-    )
+    recognizer_settings = PretrainedConfig(pretrained=str(folder), language="mr")
+    recognizer = build_recognizer("", DecodingConfig(), "cpu", pretrained=recognizer_settings)
     assert isinstance(recognizer.decode, FallbackDecode)
+    with pytest.raises(UsageError, match=r"--longest_piece 60 is longer than the model's window of 2 s"):
+        build_recognizer("", DecodingConfig(), "cpu", 60.0, pretrained=recognizer_settings)
     falls = []
     fallback = FallbackDecode.__call__
     monkeypatch.setattr(

@@ -39,3 +39,16 @@ def test_step_powers_equal_the_variance_of_each_step():
     steps = recording()[: 100 * 160].view(100, 160)
     assert torch.allclose(step_powers(steps), steps.var(dim=1, correction=0), rtol=1e-4)
     assert step_powers(torch.zeros(0, 160)).shape == (0,)
+
+
+def test_speech_directly_after_a_minute_of_silence_keeps_its_margin():
+    """Levels are measured over a minute, and the first words begin just after it."""
+    tone = 0.1 * torch.sin(torch.arange(SAMPLE_RATE) * (2 * math.pi * 300 / SAMPLE_RATE))
+    noise = 0.0003 * torch.randn(65 * SAMPLE_RATE, generator=torch.Generator().manual_seed(1))
+    begins = []
+    for start in (59.0, 60.05):
+        spoken = noise.clone()
+        spoken[round(start * SAMPLE_RATE) :][: len(tone)] += tone
+        ((begin, _end),) = times(spoken)
+        begins.append(begin - start)
+    assert begins[0] < -0.1 and begins[1] == pytest.approx(begins[0], abs=0.021)

@@ -16,8 +16,9 @@ from konkanivani.decoding.decode import Decode
 from konkanivani.memory import weights as placements
 from konkanivani.memory.devices import cuda_costs
 from konkanivani.memory.plan import RecomputePolicy
-from konkanivani.memory.weights import ON_CARD, Placement, WeightPrefetcher
+from konkanivani.memory.weights import ON_CARD, OffloadedBlock, Placement, WeightPrefetcher
 from konkanivani.models.architecture import architecture_of
+from konkanivani.models.conformer import RunBlock
 from konkanivani.planning.tracer import BatchShape
 from konkanivani.planning.traces import build_tracer
 from konkanivani.training.build_step import StateLayout, build_step_parts
@@ -212,3 +213,23 @@ def test_recognition_is_bitwise_equal_for_every_placement(placement: Placement) 
         assert all(one is other for one, other in zip(before, forward.model.parameters(), strict=True))
         assert names == [name for name, _ in forward.model.named_parameters()]
     assert all(torch.equal(one, other) for one, other in zip(*logits.values(), strict=True))
+
+
+@torch.no_grad()
+def test_ctc_logits_of_offloaded_blocks_use_fetched_weights() -> None:
+    """As logged with the spectrogram of a validation: a kernel on a GPU cannot read weights in host memory."""
+    logits = []
+    for place in (ON_CARD, ALL):
+        forward = native(place).forward
+        forward.model.eval()
+        forward.refresh_weights()
+        fetched: list[int] = []
+
+        def recording(number: int, block: RunBlock, fetched: list[int] = fetched) -> RunBlock:
+            fetched.extend([number] if isinstance(block, OffloadedBlock) else [])
+            return block
+
+        waveform = speeches(1)[0].waveform
+        features, lengths = forward.front_end(waveform[None], (len(waveform),), None)
+        logits.append(forward.model.ctc_logits(features, lengths, forward.with_weights(recording))[0])
+    assert torch.equal(*logits) and fetched == list(range(1 + len(forward.model.encoder.blocks)))

@@ -207,3 +207,12 @@ def test_damaged_init_from_checkpoint_is_rejected_and_unchanged(corpus, trained,
     with pytest.raises(CheckpointError, match="copy.pt is damaged"):
         begin_run([*flags(corpus, tmp_path), "--init_from", str(path)])
     assert path.read_bytes() == before
+
+
+def test_validation_without_a_search_has_no_spectrogram(corpus, tmp_path):
+    run = build_run(begin_run(list(flags(corpus, tmp_path))))
+    validation = dataclasses.replace(run.data.validation, has_search=False)
+    run = dataclasses.replace(run, data=dataclasses.replace(run.data, validation=validation))
+    train(run)
+    (logged,) = read_log(tmp_path, "validation")
+    assert logged["loss"] > 0 and logged["cer"] is None and logged["hypotheses"] == []

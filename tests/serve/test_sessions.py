@@ -19,7 +19,7 @@ from websockets.exceptions import ConnectionClosed
 from konkanivani.errors import DataError
 from konkanivani.inference.listener import Final, Listener
 from konkanivani.inference.recognizer import Recognizer, load_recognizer
-from konkanivani.serve.server import PageServer
+from konkanivani.serve.server import LISTEN, RENDER, PageServer
 from konkanivani.serve.session import Limits, Session
 from tests.conftest import WORDS, speak
 from tests.serve.parts import (
@@ -288,14 +288,14 @@ def test_sessions_are_decoded_in_turns():
         assert last["type"] == "progress" and last["backlog"] > 2
 
 
-def raw_client(server: PageServer) -> socket.socket:
+def raw_client(server: PageServer, endpoint: str = LISTEN) -> socket.socket:
     """Open a WebSocket connection with a plain socket that reads only the first bytes of the response."""
     parts = urlsplit(server.address)
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect((parts.hostname, parts.port))
     lines = (
-        f"GET {parts.path}listen HTTP/1.1",
+        f"GET {parts.path}{endpoint} HTTP/1.1",
         f"Host: {parts.netloc}",
         f"Origin: http://{parts.netloc}",
         "Connection: Upgrade",
@@ -329,6 +329,25 @@ def test_client_that_never_reads_is_closed_and_delays_no_other():
             assert receive_messages(other)[-1]["type"] == "finished" and time.monotonic() - started < 1
         # The session of the client that does not read is closed.
         wait_for_capacity(server, sessions=2)
+        non_reading.close()
+
+
+def test_transcript_for_a_browser_that_does_not_read_is_given_up(monkeypatch):
+    monkeypatch.setattr("konkanivani.serve.server.render", lambda *_: iter(["x" * 1_000_000] * 40))
+    with running_server(ToneListener, Limits(request_seconds=1.0)) as server:
+        non_reading = raw_client(server, RENDER)
+        non_reading.sendall(
+            frame(1, b'{"type": "render", "format": "json", "timestamps": "segment", "name": "a"}')
+        )
+        non_reading.sendall(frame(1, b'{"type": "end"}'))
+        deadline = time.monotonic() + 10
+        while not server._connections and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.5)
+        assert server._connections
+        while server._connections and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not server._connections
         non_reading.close()
 
 
