@@ -94,9 +94,9 @@ class NamedCheckpoint:
 def average_checkpoints(checkpoints: Iterable[NamedCheckpoint], allow_different_runs: bool = False) -> Checkpoint:
     """Return the newest checkpoint, without training state, with the mean of all models' weights.
 
-    Sums are in float64. One checkpoint is in memory at a time, so `checkpoints` may be a generator. Raises a
-    CheckpointError if there is none, or if one differs from the first in shape, origin, tokenizer or (unless allowed)
-    run.
+    Sums are in float64. `checkpoints` may be a generator: the first, the newest and two more are in memory at most.
+    Raises a CheckpointError if there is none, or if one differs from the first in shape, origin, tokenizer or (unless
+    allowed) run.
     """
     sums: dict[str, torch.Tensor] = {}
     first: NamedCheckpoint | None = None

@@ -41,7 +41,7 @@ class Checkpointer:
     def save(self, checkpoint: Checkpoint, epoch: int | None = None, is_best: bool = False) -> Path:
         """Publish the checkpoint as checkpoint_last.pt, and optionally as epoch `epoch` and as the best one.
 
-        At any instant of a kill every name refers to a complete file. Nothing is replaced or deleted before the new
+        If the process is killed, every name refers to a complete file. Nothing is replaced or deleted before the new
         file has been read back. The replaced `last` becomes `previous`, unless it is of the same step (its weights are
         the same) or has been damaged since, in which case `previous` stays.
 

@@ -73,7 +73,7 @@ def average(flags: Flags) -> str:
 
 
 def read_each(paths: list[Path]) -> Iterator["NamedCheckpoint"]:
-    """Yield the checkpoints, each read when it is needed, so that one at a time is in memory."""
+    """Yield the checkpoints, each read when it is needed."""
     from konkanivani.checkpoints.averaging import NamedCheckpoint
     from konkanivani.checkpoints.checkpoint import read_checkpoint
 

@@ -203,7 +203,7 @@ class _Loops:
 # Beam search over the weighted sum of several scorers, token by token; with a beam of 1, greedy search.
 
 
-# CTC scores this number of candidates per hypothesis and place in the beam: the likeliest by the other scorers.
+# CTC scores the likeliest candidates of each hypothesis by the other scorers: this number times the beam size.
 CANDIDATES_A_PLACE = 2
 # With a length bonus, scores can grow: the search then ends when hypotheses ended at each of the last three lengths and
 # none of them came within ten nats of the best one (Watanabe et al., 2017, eq. 22; here endings are pruned too).

@@ -42,7 +42,7 @@ class RepeatedNgram(Exception):
 
 @dataclass(frozen=True, eq=False)
 class LanguageModel:
-    """Back-off n-gram model; log probabilities are natural, in float64, and add up to the file's own total.
+    """Back-off n-gram model; log probabilities are natural, in float64, and those of the file, not renormalised.
 
     A token that the model does not contain is scored and remembered as the unknown token.
     """

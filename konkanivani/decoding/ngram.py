@@ -1,4 +1,4 @@
-"""N-gram language models: counts, ARPA files and lookup.
+"""N-gram language models: ARPA files, and estimation by modified Kneser-Ney smoothing.
 
 V vocabulary, P positions in the text, N different n-grams of one order, M of the order below.
 """

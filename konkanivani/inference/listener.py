@@ -26,8 +26,8 @@ from konkanivani.inference.word_times import EmissionDelay, Word
 from konkanivani.lengths import SAMPLE_RATE
 
 EVERY = 0.2  # seconds of audio from one pass to the next
-SURE_PASSES = 4  # agreeing passes that fix a word on which decodings of the same audio differ
-SETTLED_SHARE = 0.75  # of the pause, after which it probably lasts; closures of plosives reach half of it
+SURE_PASSES = 4  # agreeing passes required for a word that is missing in one of the `views`
+SETTLED_SHARE = 0.75  # of the pause, after which the final search runs; closures of plosives reach half of it
 MAX_LEVEL = 8.0  # samples beyond it are not audio between -1 and 1, even with clipping restored
 FINALS_KEPT = 1000
 
@@ -128,7 +128,7 @@ def matched_prefix(words: Sequence[str], others: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Words of a segment, and the estimate of the emission delay after it."""
+    """Final words of a segment, and the estimate of the emission delay that they updated."""
 
     piece: Piece
     words: tuple[Word, ...]

@@ -71,7 +71,7 @@ class PrefixText:
 class Recognizer:
     """Speech model with its decoding and segmentation; built by `load_recognizer`.
 
-    With `limits_final`, the duration of the speech limits Whisper's final text too, as it does partial text.
+    With `limits_final`, the duration of the speech limits the number of tokens of Whisper's final text too.
     """
 
     speech_model: SpeechModel

@@ -1,6 +1,6 @@
 """Segmentation of a recording, or of live speech, into pieces for recognition, cut at pauses or else with an overlap.
 
-The recording is read as a stream. At most about one minute is in memory, whatever its length.
+The recording is read as a stream. At most a minute of it is in memory, or twice the maximum duration of a piece.
 
 S samples at 16 kHz.
 """

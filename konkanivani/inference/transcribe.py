@@ -287,7 +287,7 @@ def _seconds(path: Path) -> float:
 
 
 def write_text(path: Path, texts: Iterable[str]) -> None:
-    """Write the texts, recognised while they are written, to a file that is either complete or absent.
+    """Write the texts, recognised while they are written, to a file; on failure, an existing file is unchanged.
 
     Raises a ResourceError if the file cannot be written.
     """

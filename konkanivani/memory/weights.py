@@ -4,8 +4,8 @@ The *master* of an offloaded trained weight is an fp32 tensor in host memory, an
 copies its gradient to the host, synchronously, so that clipping, AdamW (which updates it on the host), checkpointing
 and resuming handle it like any other weight. A block computes with a copy on the GPU that exists only while the block
 runs, in the forward pass and again during recomputation (Pudipeddi et al., 2020; Rajbhandari et al., 2021). Results
-with fetched weights equal those without offloading bit for bit, with the GPU's own rounding to half precision in mixed
-precision. In full precision, half-precision weights are rounded.
+equal those without offloading bit for bit, except with half-precision weights and without autocast, where the weights
+are rounded.
 """
 
 import bisect

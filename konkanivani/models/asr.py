@@ -244,7 +244,7 @@ class VocabularyLoss:
 class ASROutput:
     """Result of a forward pass: encoded (B, T', D), its lengths, decoded (B, U + 1, D).
 
-    `middle` (B, T', D) is the output of the encoder's middle block before any norm; None for a Whisper model, which has
+    `middle` (B, T', D) is the output of the encoder's middle block before any norm; None for Whisper and T5, which have
     no intermediate CTC.
     `ctc_head` turns `encoded` into CTC logits (B, T', V), `decoder.output` turns `decoded` into attention logits
     (B, U + 1, V). `decoded` is None without a decoder.

@@ -46,7 +46,7 @@ SLICE_NUMBERS = 2**21  # of a slice's logits, and of its part of the weight's gr
 MIN_COLUMNS = 1024  # narrower products are dominated by their launch overhead
 
 
-LogitBuffer = Callable[[], torch.Tensor]
+GradientBuffer = Callable[[], torch.Tensor]
 
 
 def vocabulary_loss_sum(
@@ -54,7 +54,7 @@ def vocabulary_loss_sum(
     weight: torch.Tensor,
     targets: torch.Tensor,
     label_smoothing: float,
-    buffer: LogitBuffer | None = None,
+    buffer: GradientBuffer | None = None,
 ) -> torch.Tensor:
     """Return the summed, smoothed cross entropy of logits decoded (B, U, D) @ weight (V, D)ᵀ against targets (B, U).
 
@@ -69,7 +69,7 @@ def vocabulary_loss_sum(
 class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, smoothing: float, buffer: LogitBuffer
+        ctx, rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, smoothing: float, buffer: GradientBuffer
     ) -> torch.Tensor:
         scores = _Scores(rows, weight, targets)
         gathered = []

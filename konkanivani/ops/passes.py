@@ -33,7 +33,10 @@ from konkanivani.ops.recompute import keep_attention
 
 @dataclass(frozen=True)
 class Passes:
-    """Passes to apply, all by default; on a GPU the twins of CPU passes run PyTorch's kernels."""
+    """Passes to apply, all by default; on a GPU the twins of CPU passes run PyTorch's kernels.
+
+    An exception are 1 x 1 convolutions of `fast_products`, which are matrix products on every device.
+    """
 
     fast_products: bool = True
     """Linear layers that keep their input before casting, by oneDNN if it is faster than MKL."""

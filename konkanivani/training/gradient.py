@@ -1,8 +1,8 @@
 """Gradient of a global batch, from its micro-batches in sequence or concurrently.
 
-Two threads that share every operator wait for each other, and both for Python, thousands of times per step; two threads
-with one micro-batch each wait much less. Memory then contains the activations of both, but weights and gradients of the
-model only once.
+Intra-operator parallelism synchronises the threads at every operator, thousands of times per step; threads with one
+micro-batch each wait much less. Memory then contains the activations of both, but weights and gradients of the model
+only once.
 
 If memory runs out in a micro-batch, all are computed again by a plan that needs less memory (`OomRetry` in
 memory/recovery.py), except with sharded weights. Ranks agree that each has computed its part of the gradient before

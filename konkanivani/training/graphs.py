@@ -190,8 +190,8 @@ def row_seeds(batch: Batch) -> list[int]:
 class GraphedGradient:
     """`ComputeGradient` of a single process that replays micro-batches of the grid's shapes.
 
-    If memory runs out or a shape cannot be captured, all graphs are dropped, the step is computed again without graphs,
-    with the same dropout masks, and so are the steps after it, until other parameters are trained (--freeze_steps).
+    If memory runs out or a capture fails, all graphs are dropped, and the step is repeated without graphs, with the
+    same dropout masks. Later steps run without graphs until the set of trained parameters changes (--freeze_steps).
     """
 
     def __init__(self, backend: GraphBackend, grid: ShapeGrid = NO_SHAPES, is_measured_first: bool = False) -> None:

@@ -45,8 +45,8 @@ class Interruption:
         self.signal_number = 0
         self._is_over = False
         self._stop: Callable[[Interrupted], object] = _raise
-        self._is_whole = threading.Lock()  # held by the main thread except inside of `interruptible`
-        self._is_whole.acquire()
+        self._uninterruptible = threading.Lock()  # held by the main thread except inside of `interruptible`
+        self._uninterruptible.acquire()
 
     def install(self) -> None:
         """Install the handlers of all stop signals."""
@@ -70,11 +70,11 @@ class Interruption:
         Errors of `stop` are reported like errors of a script.
         """
         self._stop = stop
-        self._is_whole.release()
+        self._uninterruptible.release()
         try:
             yield
         finally:
-            self._is_whole.acquire()
+            self._uninterruptible.acquire()
 
     def _end_in_time(self, reader: int, numbers: tuple[int, ...]) -> None:
         while (number := os.read(reader, 1)[0]) not in numbers:
@@ -86,7 +86,7 @@ class Interruption:
         with defer_signals():
             threading.Thread(target=self._end_at_second_signal, args=(reader, number), daemon=True).start()
         time.sleep(PATIENCE)
-        self._is_whole.acquire()  # may wait for minutes if a checkpoint is being written to a slow disk
+        self._uninterruptible.acquire()  # may wait for minutes if a checkpoint is being written to a slow disk
         error = _interrupted(number)
 
         def stop() -> str:
@@ -120,7 +120,7 @@ class Interruption:
         self._is_over = True
         self.check()
         self._stop = _raise
-        self._is_whole.release()
+        self._uninterruptible.release()
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         is_again = self.signal_number != 0

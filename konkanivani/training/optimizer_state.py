@@ -191,8 +191,8 @@ Group = dict[str, Any]  # parameter group in the layout of torch.optim
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of optimizer step `step` (0-based) of `total_steps`.
 
-    Linear warm-up to the peak over `warmup_steps` (at most a third of the run), then a half cosine down to a hundredth
-    of the peak at the last step, or peak x sqrt(warmup_steps / step), which has no end.
+    Linear warm-up to the peak over `warmup_steps` (at least 1, at most a third of the run), then a half cosine down to
+    a hundredth of the peak at the last step, or peak x sqrt(warmup_steps / (step + 1)), which has no end.
     """
     warmup = resolve_warmup(config, total_steps)
     if step < warmup:

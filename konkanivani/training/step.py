@@ -282,7 +282,8 @@ def forward_and_backward(parts: StepParts, batch: Batch, counts: LossCounts) -> 
 def update(parts: StepParts, gradient: StepGradient, counts: LossCounts, step: int) -> StepReport:
     """Apply the gradient of the global batch if it is finite.
 
-    Allocates nothing (see `Optimizer` in optimizer_state.py), so it cannot fail halfway.
+    Allocates nothing (see `Optimizer` in optimizer_state.py) for contiguous gradients, as autograd makes them, so it
+    cannot fail halfway.
     """
     rate = parts.rates.rate(parts.schedule, step)
     if gradient.is_finite:
