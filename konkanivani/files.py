@@ -52,15 +52,16 @@ def atomic_write(path: Path) -> Iterator[Path]:
         yield partial
 
 
-def check_new_file(path: Path, force: bool) -> None:
-    """Check that a new file can be written to `path`.
+def check_new_file(path: Path, force: bool | None) -> None:
+    """Check that a new file can be written to `path`; `force` is None for commands without --force.
 
     Raises ResourceError if the folder is missing or not writable, and UsageError if the file exists, unless `force`.
     """
     if (path.exists() and not path.is_file()) or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ResourceError(f"{path} cannot be written. Choose a file in an existing, writable folder.")
     if path.exists() and not force:
-        raise UsageError(f"{path} already exists. Choose another name, or overwrite it with --force.")
+        overwriting = "" if force is None else ", or overwrite it with --force"
+        raise UsageError(f"{path} already exists. Choose another name{overwriting}.")
 
 
 def check_own_file(path: Path, flag: str, kind: str, sign: str) -> None:
@@ -107,10 +108,10 @@ def sync_file(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold an exclusive lock of `folder` in the block."""
+def exclusive_lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock of a folder or file in the block."""
     # The kernel releases flock when the process ends, even by SIGKILL.
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

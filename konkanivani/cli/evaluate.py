@@ -30,7 +30,7 @@ from konkanivani.scoring.score import (
     score_conditions,
     write_hypotheses,
 )
-from konkanivani.scoring.transcripts import is_json_file, read_transcripts
+from konkanivani.scoring.transcripts import TranscriptFile, is_json_file, read_transcripts
 
 if TYPE_CHECKING:
     from konkanivani.distributed import Topology
@@ -97,29 +97,32 @@ def score(flags: Flags) -> str:
     """Evaluate, write the output files, and return the text to print."""
     with print_on_local_rank0():
         check_flags(flags)
+    # Before recognition, which may take hours.
+    compared = None if flags.compare is None else read_transcripts(flags.compare, flags.format, "hypothesis")
     if flags.hypotheses is not None:
         check_output(flags)
-        return report_on(flags, read_pairs(flags.references, flags.hypotheses, flags.format))
+        return report_on(flags, read_pairs(flags.references, flags.hypotheses, flags.format), compared)
     # Imported late: scoring transcripts does not need torch.
     from konkanivani.recipe.preflight import in_ranks
 
     with in_ranks() as topology:
         pairs, conditions = recognize(flags, topology)
         # Rank 0 has gathered all hypotheses.
-        return report_on(flags, pairs, conditions) if topology.is_first else ""
+        return report_on(flags, pairs, compared, conditions) if topology.is_first else ""
 
 
-def report_on(flags: Flags, raw: TextPairs, conditions: tuple[ConditionTexts, ...] = ()) -> str:
+def report_on(
+    flags: Flags, raw: TextPairs, compared: TranscriptFile | None, conditions: tuple[ConditionTexts, ...] = ()
+) -> str:
     """Score the hypotheses, write the output files, and return the text to print."""
-    compared = None if flags.compare is None else read_transcripts(flags.compare, flags.format, "hypothesis")
     pairs = (raw if flags.normalize == "auto" else replace(raw, normalizer=flags.normalize)).normalized()
     edits = count_edits([text.reference for text in pairs.texts], [text.hypothesis for text in pairs.texts])
+    if flags.output_path:
+        write_hypotheses(flags.output_path, pairs.texts, edits)
     system = inputs_as_system(pairs) if compared is None else other_system(pairs, compared)
     report = build_report(pairs, edits, flags.interval_by, flags.worst, system)
     if conditions:
         report = replace(report, conditions=score_conditions(conditions, pairs.normalizer, flags.interval_by))
-    if flags.output_path:
-        write_hypotheses(flags.output_path, pairs.texts, edits)
     if flags.html is not None:
         write_page(flags.html, draw_score_page(report))
     if flags.json:

@@ -136,6 +136,9 @@ def train(flags: Flags) -> str:
 
     checkpoint = read_checkpoint(flags.checkpoint)
     tokenizer = load_tokenizer(checkpoint)
+    # The search accepts only language models over the project's own tokenizer, which has a blank.
+    if tokenizer.special.blank is None:
+        raise UsageError(f"{flags.checkpoint} has a pretrained tokenizer: use a model with a KonkaniVani tokenizer.")
     settings = config_from_text(checkpoint.config).text
     order = flags.order or (CHARACTER_ORDER if settings.tokenizer_type == "char" else SUBWORD_ORDER)
     held_out = TextCorpus(tokenizer, settings.digits)

@@ -48,7 +48,7 @@ from konkanivani.data.audio.paths import is_named_inside
 from konkanivani.data.manifest import write_manifest
 from konkanivani.data.text import FormatCharacterCount
 from konkanivani.errors import DataError, ResourceError, UsageError, explained
-from konkanivani.files import folder_lock, without_empty_folders, write_json_lines
+from konkanivani.files import exclusive_lock, without_empty_folders, write_json_lines
 
 FormatName = Literal[
     "common_voice", "csv", "folder", "huggingface", "indicvoices", "kaldi", "ljspeech", "nemo", "openslr"
@@ -332,7 +332,7 @@ def _staging(task: Preparation) -> Iterator[Path]:
         with _convert_write_errors(output):
             output.mkdir(parents=True, exist_ok=True)
             # Held to the end: two preparations must not mix their files.
-            stack.enter_context(folder_lock(output))
+            stack.enter_context(exclusive_lock(output))
         try:
             _check_output(task)
             with _convert_write_errors(output):

@@ -22,6 +22,7 @@ from tyro.conf import Positional, arg
 
 from konkanivani.command_line import command_line_of, read_flags
 from konkanivani.console import count, say, show_text, table_lines
+from konkanivani.data.audio.paths import AUDIO_SUFFIXES
 from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.hub import FOREIGN_ANSWER, converting_errors, quiet
 
@@ -64,9 +65,7 @@ SECRET_TEXT = re.compile(
 )
 PICKLE_NAME = re.compile(r"(?i).*\.(pt|pth|bin|ckpt|pkl|pickle|joblib|dill|npz|npy|nemo|h5|msgpack)")
 ARCHIVE_NAME = re.compile(r"(?i).*\.(zip|tar|tgz|gz|bz2|xz|zst|7z|rar)")
-AUDIO_NAME = re.compile(
-    r"(?i).*\.(wav|flac|mp3|ogg|oga|opus|m4a|aac|amr|wma|aiff?|au|caf|webm|mp4|mov|mkv|avi|3gp|sph|wv|ape)"
-)
+AUDIO_NAME = re.compile(rf"(?i).*({'|'.join(map(re.escape, AUDIO_SUFFIXES))})")
 PICKLE_START = re.compile(rb"\x80[\x02-\x05]")
 ARCHIVE_START = re.compile(rb"PK\x03\x04|\x1f\x8b|BZh[1-9]1AY|\xfd7zXZ|7z\xbc\xaf|Rar!|.{257}ustar", re.DOTALL)
 AUDIO_START = re.compile(

@@ -24,7 +24,7 @@ from konkanivani.corpora.synthesis import SpeakingStyle, SpeechSynthesizer, Unsp
 from konkanivani.data.index import Utterance
 from konkanivani.data.manifest import write_manifest
 from konkanivani.errors import DataError, ResourceError, UsageError, explained
-from konkanivani.files import folder_lock
+from konkanivani.files import exclusive_lock
 
 # --------------------
 # Sentences spoken by espeak-ng into FLAC files, with their manifest: synthetic, Marathi voices.
@@ -318,7 +318,7 @@ def publish_corpus(directory: Path, recipe: CorpusRecipe, write: Callable[[Path]
     with explained(ResourceError, f"The corpus cannot be written to {directory}", NO_ROOM):
         directory.parent.mkdir(parents=True, exist_ok=True)
         # Lock the parent, because `directory` itself is renamed.
-        with folder_lock(directory.parent):
+        with exclusive_lock(directory.parent):
             if is_complete(directory, recipe):
                 return False
             check_replaceable(directory, recipe.name)

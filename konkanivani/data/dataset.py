@@ -26,7 +26,7 @@ from konkanivani.data.audio.files import SPAN_ROUNDING, AudioSource, UnusableAud
 from konkanivani.data.audio.waveform import load_audio, resample, restore_peaks, speech_span
 from konkanivani.data.augmentation import RecordingAugmentation, draw_index, draw_number
 from konkanivani.data.batching import Example
-from konkanivani.data.filtering import Selection
+from konkanivani.data.filtering import Limits, Selection, reason_of_missing_frames
 from konkanivani.data.index import Utterance
 from konkanivani.data.manifest import Rejection, read_recordings
 from konkanivani.data.text import TextVocabulary, Vocabulary, reads_text
@@ -216,13 +216,15 @@ class TrainDataset(Dataset):
     noise_reverb: NoiseReverb = NoiseReverb()
     timed_share: float = 0.0
     recording: RecordingAugmentation = RecordingAugmentation()
+    limits: Limits | None = None
 
     def __getitem__(self, key: tuple[int, int]) -> Example | Rejection:
         epoch, index = key
         utterance = self.utterances[index]
         if reads_text(self.tokenizer):
             return _text_example(utterance, self.tokenizer)
-        waveform = _read(utterance, self.manifest)
+        plain_tokens = self.tokenizer.encode(utterance.text)
+        waveform = _read_within(utterance, self.manifest, plain_tokens, self.limits)
         if isinstance(waveform, Rejection):
             return waveform
         speed = choose_speed(self.speeds, utterance_generator(self.seed, epoch, utterance.id, "speed"))
@@ -236,7 +238,7 @@ class TrainDataset(Dataset):
             start, end = speech_span(clean)
             tokens = self.tokenizer.encode_with_times(utterance.text, start + recorded.delay, end + recorded.delay)
         else:
-            tokens = self.tokenizer.encode(utterance.text)
+            tokens = plain_tokens
         return Example(utterance.id, recorded.waveform, tokens, seed)
 
     def _draw_speech(self, generator: torch.Generator) -> torch.Tensor | None:
@@ -256,24 +258,44 @@ class EvalDataset(Dataset):
     tokenizer: Vocabulary
     manifest: str = ""
     condition: str = UNCHANGED
+    limits: Limits | None = None
 
     def __getitem__(self, index: int) -> Example | Rejection:
         utterance = self.utterances[index]
         if reads_text(self.tokenizer):
             return _text_example(utterance, self.tokenizer)
-        waveform = _read(utterance, self.manifest)
+        tokens = self.tokenizer.encode(utterance.text)
+        waveform = _read_within(utterance, self.manifest, tokens, self.limits)
         if isinstance(waveform, Rejection):
             return waveform
         if self.condition != UNCHANGED:
             # As if a file had been recorded under this condition and was read here.
             waveform = restore_peaks(condition_named(self.condition).apply(waveform, utterance.id), SAMPLE_RATE)
-        return Example(utterance.id, waveform, self.tokenizer.encode(utterance.text), None)
+        return Example(utterance.id, waveform, tokens, None)
 
 
 def _text_example(utterance: Utterance, tokenizer: TextVocabulary) -> Example:
     """Return the tokens of an utterance's input and target texts; nothing is drawn."""
     tokens = torch.tensor(tokenizer.encode_input(utterance.input_text or ""))
     return Example(utterance.id, tokens, tokenizer.encode_target(utterance.text), None)
+
+
+def _read_within(
+    utterance: Utterance, manifest: str, tokens: list[int], limits: Limits | None
+) -> torch.Tensor | Rejection:
+    """Return the utterance's waveform (S,), or a rejection if it cannot be read or is too short for its tokens.
+
+    The limits were checked on the manifest's durations, which a file may fall short of by `duration_tolerance`. One CTC
+    loss without an alignment is infinite and would skip its whole global batch, in each epoch.
+    """
+    waveform = _read(utterance, manifest)
+    if limits is None or isinstance(waveform, Rejection):
+        return waveform
+    reason = reason_of_missing_frames(len(waveform) / SAMPLE_RATE, tokens, limits)
+    if reason is None:
+        return waveform
+    reason = f"it has {len(waveform) / SAMPLE_RATE:.2f} s, the row {utterance.duration:.2f} s, and {reason}"
+    return Rejection(manifest, utterance.row, utterance.id, reason, is_broken=True)
 
 
 def _read(utterance: Utterance, manifest: str) -> torch.Tensor | Rejection:

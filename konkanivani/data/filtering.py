@@ -277,6 +277,12 @@ def reason_to_reject(utterance: Utterance, tokens: list[int], limits: Limits) ->
     if len(tokens) > limits.most_spoken_tokens(durations)[0]:
         rate = f"{utterance.duration:.2f} s, {MAX_TOKEN_RATE:g} tokens a second at most"
         return f"{len(tokens)} tokens are more than speech of its length has: {rate}"
+    return reason_of_missing_frames(utterance.duration, tokens, limits)
+
+
+def reason_of_missing_frames(duration: float, tokens: list[int], limits: Limits) -> str | None:
+    """Return why audio of this duration in seconds has too few encoder frames for its tokens; None if it has enough."""
+    durations = np.array([duration])
     needed = ctc_frames_needed(tokens)
     if not limits.frames_missing(durations, np.array([needed]))[0]:
         return None

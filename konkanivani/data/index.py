@@ -14,9 +14,8 @@ A row is a JSON object with the fields
 
 A row of a text-to-text manifest has two fields with texts, which `TextFields` names, and no audio.
 
-For a manifest of `SMALL_BYTES` or more, the index is stored as plain arrays in the folder MANIFEST.index, next to the
-manifest, and memory-mapped. Opening it takes constant time, all processes share its pages, and it is rebuilt when the
-manifest changes.
+For a manifest of `SMALL_BYTES` or more, the index is stored as plain arrays in the folder MANIFEST.index and
+memory-mapped. It is opened in constant time, shared by all processes, and rebuilt when the manifest changes.
 """
 
 import hashlib
@@ -38,9 +37,10 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 
 from konkanivani.console import progress_bar, say
-from konkanivani.data.audio.files import AudioSource, parse_channel
+from konkanivani.data.audio.files import AudioSource, as_label, parse_channel
 from konkanivani.data.audio.paths import OUTSIDE, audio_roots, existing_path, is_named_inside
 from konkanivani.data.text import FormatCharacterCount, find_removed, forbidden_character, forbidden_in_transcript
+from konkanivani.files import exclusive_lock
 
 # --------------------
 # Rows of a JSONL manifest in NeMo's format: parsing and serialization of one utterance.
@@ -175,8 +175,8 @@ def parse_row(
         audio_path=os.path.join(folder, audio),
         duration=float(fields["duration"]),
         text=fields["text"],
-        speaker=str(fields.get("speaker") or ""),
-        pattern=str(fields.get("pattern") or ""),
+        speaker=as_label(fields.get("speaker")),
+        pattern=as_label(fields.get("pattern")),
         offset=None if offset is None else float(offset),
         byte_offset=fields.get("byte_offset", 0),
         byte_count=fields.get("byte_count", 0),
@@ -321,12 +321,15 @@ def open_index(manifest: Path, named_roots: tuple[str, ...] = (), fields: TextFi
     if fields is not None:
         identity["fields"] = asdict(fields)
     folder = manifest.with_name(manifest.name + ".index")
-    index = _read(folder, manifest, identity)
-    if index is not None:
+    if (index := _read(folder, manifest, identity)) is not None:
         return index
-    say(f"Indexing {manifest} ({status.st_size / 2**30:.2f} GiB), once.")
     try:
-        return _write(folder, manifest, identity, roots, fields)
+        # Ranks, or two commands, may open a new manifest at once.
+        with exclusive_lock(manifest):
+            if (index := _read(folder, manifest, identity)) is None:
+                say(f"Indexing {manifest} ({status.st_size / 2**30:.2f} GiB), once.")
+                index = _write(folder, manifest, identity, roots, fields)
+            return index
     except OSError as error:
         say(f"The index cannot be stored in {folder} ({error.strerror or error}); it is rebuilt at each start.")
         return _join_blocks(list(_scan_blocks(manifest, roots, fields)))
@@ -345,8 +348,8 @@ def _read(folder: Path, manifest: Path, identity: dict[str, object]) -> Manifest
     except (OSError, ValueError, TypeError):
         return None
     # If a missing audio file has been added since, its row must become usable.
-    is_mended = any(row.is_missing and os.path.exists(manifest.parent / row.audio_filepath) for row in broken)
-    if is_mended:
+    missing = (existing_path(str(manifest.parent / row.audio_filepath)) for row in broken if row.is_missing)
+    if any(map(os.path.exists, missing)):
         return None
     return ManifestIndex(**arrays, broken=broken, sketch=sketch, folder=folder, format_characters=removed)
 
@@ -377,13 +380,12 @@ def _write(
             with open(partial / name, "ab") as file:
                 getattr(block, name).tofile(file)
         broken += block.broken
-        sketch = _sketch({*sketch, *block.sketch})
+        sketch = tuple(nsmallest(SKETCHED, {*sketch, *block.sketch}))
         removed.add_all(block.format_characters)
     with open(partial / "broken.jsonl", "w", encoding="utf-8") as file:
         file.writelines(json.dumps(asdict(row)) + "\n" for row in broken)
     (partial / "sketch.json").write_text(json.dumps(sketch))
-    counts = (removed.characters, removed.texts, removed.unwritten_texts)
-    (partial / FORMAT_CHARACTERS).write_text(json.dumps(counts), encoding="utf-8")
+    (partial / FORMAT_CHARACTERS).write_text(json.dumps((removed.characters, removed.texts, removed.unwritten_texts)))
     (partial / "index.json").write_text(json.dumps(identity))
     # Renamed when complete: an interrupted build never leaves a partial index under the final name.
     shutil.rmtree(folder, ignore_errors=True)
@@ -392,15 +394,11 @@ def _write(
     return ManifestIndex(**arrays, broken=tuple(broken), sketch=sketch, folder=folder, format_characters=removed)
 
 
-def _sketch(marks: set[int]) -> tuple[int, ...]:
-    return tuple(nsmallest(SKETCHED, marks))
-
-
 def _join_blocks(blocks: list[ManifestIndex]) -> ManifestIndex:
     empty = {name: np.empty(0, kind) for name, kind in ARRAYS.items()}
     arrays = {name: np.concatenate([empty[name], *(getattr(block, name) for block in blocks)]) for name in ARRAYS}
     broken = tuple(row for block in blocks for row in block.broken)
-    sketch = _sketch({mark for block in blocks for mark in block.sketch})
+    sketch = tuple(nsmallest(SKETCHED, {mark for block in blocks for mark in block.sketch}))
     removed = FormatCharacterCount()
     for block in blocks:
         removed.add_all(block.format_characters)
@@ -477,7 +475,9 @@ def _scan(
                     broken.append(BrokenRow(row, error.audio_filepath, str(error), str(error) == MISSING))
             start += size
     arrays = {name: np.array(columns[name], kind) for name, kind in ARRAYS.items()}
-    index = ManifestIndex(**arrays, broken=tuple(broken), sketch=_sketch(marks), folder=None, format_characters=removed)
+    index = ManifestIndex(
+        **arrays, broken=tuple(broken), sketch=tuple(nsmallest(SKETCHED, marks)), folder=None, format_characters=removed
+    )
     return index, row
 
 

@@ -1,6 +1,5 @@
 """Recognition of speech while a person speaks: a recogniser for it, standard input, and output as text or JSON."""
 
-import array
 import contextlib
 import dataclasses
 import fcntl
@@ -189,7 +188,7 @@ def _waiting_bytes(descriptor: int) -> int:
     """Return the number of bytes that wait in a pipe; 0 for a file."""
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return 0
-    count = array.array("i", [0])
+    count = bytes(4)
     with contextlib.suppress(OSError):
-        fcntl.ioctl(descriptor, termios.FIONREAD, count)
-    return count[0]
+        count = fcntl.ioctl(descriptor, termios.FIONREAD, count)
+    return int.from_bytes(count, sys.byteorder)

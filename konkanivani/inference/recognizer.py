@@ -20,7 +20,6 @@ from konkanivani.data.audio.waveform import stream_audio, stream_samples
 from konkanivani.decoding.ctc import collapse_repeats
 from konkanivani.decoding.decode import BeamDecode, Decode, build_decode, greedy_decode
 from konkanivani.distributed import choose_device
-from konkanivani.errors import UsageError
 from konkanivani.inference.bundle import FOLDER_NAME, is_bundle, read_bundle
 from konkanivani.inference.segmentation import Piece, SegmentationConfig, build_segmentation, segment_audio
 from konkanivani.inference.speech_model import SpeechModel, build_pretrained_model, build_speech_model, read_pretrained
@@ -230,17 +229,13 @@ def build_recognizer(
         speech_model = build_speech_model(read_checkpoint(Path(path)), choose_device(device))
     speech_model.check_input()
     window = speech_model.architecture.longest_seconds
-    if longest_seconds is not None and longest_seconds > window:
-        raise UsageError(
-            f"--longest_piece {longest_seconds:g} is longer than the model's window of {window:g} s: use at most that."
-        )
-    longest = min(speech_model.longest_seconds, MAX_PIECE) if longest_seconds is None else longest_seconds
+    longest = min(speech_model.longest_seconds, MAX_PIECE, window) if longest_seconds is None else longest_seconds
     speech_model = with_word_times(speech_model)
     decode: Decode = build_decode(decoding, speech_model.architecture, speech_model.tokenizer, speech_model.device)
     # Fallback needs scores of the decoder and Whisper's "no speech" token.
     if isinstance(decode, BeamDecode) and isinstance(speech_model.tokenizer, PromptedVocabulary):
         decode = FallbackDecode(decode, speech_model.tokenizer)
-    return Recognizer(speech_model, decode, build_segmentation(longest, pause_seconds))
+    return Recognizer(speech_model, decode, build_segmentation(longest, pause_seconds, window))
 
 
 def limited_by_duration(decode: Decode, seconds: float) -> Decode:

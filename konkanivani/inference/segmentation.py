@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from konkanivani.errors import UsageError
 from konkanivani.lengths import SAMPLE_RATE
 
 STEPS_A_SECOND = 100  # levels and cuts have a resolution of 10 ms
@@ -79,8 +80,15 @@ class SegmentationConfig:
         return min(OVERLAP, self.longest // OVERLAP_SHARE)
 
 
-def build_segmentation(longest_seconds: float, pause_seconds: float) -> SegmentationConfig:
-    """Return the configuration for durations in seconds."""
+def build_segmentation(
+    longest_seconds: float, pause_seconds: float, window_seconds: float = math.inf
+) -> SegmentationConfig:
+    """Return the configuration for durations in seconds; raise a UsageError if a piece exceeds the model's window."""
+    if longest_seconds > window_seconds:
+        raise UsageError(
+            f"--longest_piece {longest_seconds:g} is longer than the model's window of {window_seconds:g} s: use at "
+            "most that."
+        )
     return SegmentationConfig(int(longest_seconds * STEPS_A_SECOND), round(pause_seconds * STEPS_A_SECOND))
 
 

@@ -208,6 +208,8 @@ def read_confusions(path: Path) -> Confusions:
     """Return the confused characters of a hypotheses file; raise a DataError if it has another format."""
     references, hypotheses = [], []
     for number, row in enumerate(read_lines(path), start=1):
+        if not row:
+            continue
         try:
             match json.loads(row):
                 case {"reference": str(reference), "hypothesis": str(hypothesis)}:
@@ -231,10 +233,12 @@ def read_confusions(path: Path) -> Confusions:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the lines of a text file that are not empty; raise a DataError if it cannot be read or has none."""
+    """Return the lines of a text file, blank ones as ""; raise a DataError if it cannot be read or has no text."""
     with explained(DataError, f"{path} cannot be read", ADVICE, UnicodeDecodeError):
-        lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-    if not lines:
+        # Not splitlines(), which also divides lines at U+2028, U+0085 and form feeds.
+        lines = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
+    lines = [line if line.strip() else "" for line in lines]
+    if not any(lines):
         raise DataError(f"{path} has no text. {ADVICE}")
     return lines
 

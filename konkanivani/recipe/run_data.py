@@ -296,7 +296,7 @@ def build_training_speech(
     recording = RecordingAugmentation(config.run.seed, resolved(config.augment.augmentation), longest)
     timed_share = config.pretrained.timestamp_share
     return TrainDataset(
-        utterances, tokenizer, speeds, config.run.seed, manifest.path, noise_reverb, timed_share, recording
+        utterances, tokenizer, speeds, config.run.seed, manifest.path, noise_reverb, timed_share, recording, limits
     )
 
 
@@ -359,7 +359,7 @@ def set_within(
     """Return the utterances of a manifest that are within the limits, in evaluation batches."""
     usable = choose_usable(manifest, tokenizer, limits, config.text.digits, rejections)
     plan = plan_evaluation(usable.durations, config.data.validation_batch_seconds)
-    speech = EvalDataset(usable, tokenizer, manifest.path)
+    speech = EvalDataset(usable, tokenizer, manifest.path, limits=limits)
     return EvaluationSet(speech, plan, loader_config(config, device), rejections)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from konkanivani.console import count, show_text
-from konkanivani.data.audio.files import parse_channel
+from konkanivani.data.audio.files import as_label, parse_channel
 from konkanivani.data.index import Utterance
 from konkanivani.errors import DataError, explained
 
@@ -137,9 +137,9 @@ def _parse_json(place: str, line: str, role: Role) -> TranscriptRow:
     row = TranscriptRow(
         text,
         id=_id_of(fields),
-        speaker=str(fields.get("speaker") or ""),
+        speaker=as_label(fields.get("speaker")),
         seconds=_valid_seconds(fields.get("duration")),
-        pattern=str(fields.get("pattern") or ""),
+        pattern=as_label(fields.get("pattern")),
     )
     # JSON escapes can contain lone surrogates, which cannot be encoded as UTF-8.
     if any("\ud800" <= c <= "\udfff" for c in row.text + row.id + row.speaker + row.pattern):
@@ -165,7 +165,7 @@ def _id_of(fields: dict[str, object]) -> str:
     audio = fields.get("audio_filepath")
     offset = fields.get("offset")
     if not isinstance(audio, str) or not audio:
-        return str(fields.get("id") or "")
+        return as_label(fields.get("id"))
     byte_offset = _integer(fields.get("byte_offset"))
     byte_count = _integer(fields.get("byte_count"))
     # Integers from 2**53 on are not exact as float64, and may overflow.

@@ -14,7 +14,7 @@ import soundfile
 from konkanivani.data.index import Utterance, row_of
 from konkanivani.data.text import forbidden_in_transcript
 from konkanivani.errors import DataError, ResourceError, explained
-from konkanivani.files import atomic_write, folder_lock
+from konkanivani.files import atomic_write, exclusive_lock
 from konkanivani.inference.word_times import Segment, Word
 
 MANIFEST = "corrections.jsonl"
@@ -54,7 +54,7 @@ class Corrections:
         path = self._folder / name
         with explained(ResourceError, f"{path} could not be written", ADVICE, soundfile.LibsndfileError):
             path.parent.mkdir(parents=True, exist_ok=True)
-        with folder_lock(self._folder):
+        with exclusive_lock(self._folder):
             # The audio comes first: a row without audio would be invalid, audio without a row is only unused.
             with atomic_write(path) as partial:
                 _write_flac(partial, correction)

@@ -270,14 +270,7 @@ def train(run: Run, last_step: int | None = None) -> None:
         run.logs.progress.lap()  # the set-up, a rehearsal and this validation are not training time
         while True:
             if state.has_epoch_to_finish:
-                best_score = state.best_score
-                with save_on_error(saver):
-                    is_best = finish_epoch(run, interruptible)
-                # Outside of save_on_error: a failure of this save must not trigger another one.
-                is_saved = saver.save(epoch=state.epoch, is_best=is_best)
-                if all_reduce_max(run.topology, not is_saved):
-                    # The score of the weights in checkpoint_best.pt, which the next epochs must surpass.
-                    state.best_score = best_score
+                finish_and_save_epoch(run, saver, interruptible)
             if run.is_finished(last_step):
                 break
             with save_on_error(saver):
@@ -361,6 +354,21 @@ def finish_epoch(run: Run, interruptible: Callable[[], AbstractContextManager[No
     if math.isnan(score):
         return run.state.finish_epoch(evaluation.losses.all, ScoreKind.LOSS)
     return run.state.finish_epoch(score, ScoreKind.CER)
+
+
+def finish_and_save_epoch(
+    run: Run, saver: PeriodicSaver, interruptible: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Validate the epoch just consumed and save it."""
+    state = run.state
+    best_score = state.best_score
+    with save_on_error(saver):
+        is_best = finish_epoch(run, interruptible)
+    # Outside of save_on_error: a failure of this save must not trigger another one.
+    is_saved = saver.save(epoch=state.epoch, is_best=is_best)
+    if all_reduce_max(run.topology, not is_saved):
+        # Still the score of the weights in checkpoint_best.pt, which the next epochs must surpass.
+        state.best_score = best_score
 
 
 def print_failures(run: Run, learning: EpochLearning) -> None:

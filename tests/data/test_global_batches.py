@@ -32,11 +32,12 @@ from konkanivani.data.batching import (
     same_size,
     split_into_micro_batches,
 )
-from konkanivani.data.dataset import TrainDataset, choose_speed, perturb_speed
+from konkanivani.data.dataset import EvalDataset, TrainDataset, choose_speed, perturb_speed
+from konkanivani.data.filtering import Limits
 from konkanivani.data.index import ARRAYS, ManifestIndex, Utterance
 from konkanivani.data.loader import LoaderConfig
 from konkanivani.data.loading import GlobalBatchStream
-from konkanivani.data.manifest import Manifest, Rejections, read_manifest, write_manifest
+from konkanivani.data.manifest import Manifest, Rejection, Rejections, read_manifest, write_manifest
 from konkanivani.data.text import OUR_TOKENS, train_tokenizer
 from konkanivani.errors import DataError, ResourceError
 from konkanivani.lengths import Framing, ctc_frames_needed, speed_perturbed_samples, subsampled_length
@@ -430,3 +431,27 @@ def test_written_manifest_reads_back_equal(tmp_path: Path):
     assert [u.row for u in read_manifest(tmp_path / "m.jsonl")] == [1, 2, 3]
     assert [u.id for u in utterances] == ["a", f"{tmp_path / 'b'}@0", "c#512@2.5"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c", "m.jsonl"]
+
+
+def test_file_too_short_for_its_text_is_rejected(train_dataset, tmp_path):
+    """The manifest's duration has just enough frames for CTC; the file is 0.09 s shorter, which its row may be."""
+    utterance = train_dataset.utterances[0]
+    tokens = train_dataset.tokenizer.encode(utterance.text)
+    limits = Limits(0.0, 30.0, 1000, fastest_speed=1.0)
+    frames = np.array([ctc_frames_needed(tokens)])
+    duration = next(d for d in np.arange(0.1, 10, 0.01) if not limits.frames_missing(np.array([d]), frames)[0])
+    for name, seconds in (("whole", duration), ("short", duration - 0.09)):
+        soundfile.write(tmp_path / f"{name}.wav", 0.1 * np.ones(round(seconds * 16_000)), 16_000)
+    rows = [
+        Utterance(f"{name}.wav", str(tmp_path / f"{name}.wav"), float(duration), utterance.text, row=row)
+        for row, name in enumerate(("whole", "short"), start=1)
+    ]
+    for speech, keys in (
+        (TrainDataset(rows, train_dataset.tokenizer, (1.0,), 3, limits=limits), ((0, 0), (0, 1))),
+        (EvalDataset(rows, train_dataset.tokenizer, limits=limits), (0, 1)),
+    ):
+        whole, short = (speech[key] for key in keys)
+        assert isinstance(whole, Example) and isinstance(short, Rejection) and short.is_broken
+        assert short.row == 2 and "CTC cannot align it" in short.reason
+        unlimited = dataclasses.replace(speech, limits=None)  # negative control
+        assert isinstance(unlimited[keys[1]], Example)

@@ -336,9 +336,7 @@ def test_transcript_for_a_browser_that_does_not_read_is_given_up(monkeypatch):
     monkeypatch.setattr("konkanivani.serve.server.render", lambda *_: iter(["x" * 1_000_000] * 40))
     with running_server(ToneListener, Limits(request_seconds=1.0)) as server:
         non_reading = raw_client(server, RENDER)
-        non_reading.sendall(
-            frame(1, b'{"type": "render", "format": "json", "timestamps": "segment", "name": "a"}')
-        )
+        non_reading.sendall(frame(1, b'{"type": "render", "format": "json", "timestamps": "segment", "name": "a"}'))
         non_reading.sendall(frame(1, b'{"type": "end"}'))
         deadline = time.monotonic() + 10
         while not server._connections and time.monotonic() < deadline:

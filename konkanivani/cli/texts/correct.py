@@ -57,7 +57,7 @@ def check_flags(flags: Flags) -> None:
     if flags.confusions is not None and flags.corrupt is None:
         raise UsageError("--confusions has no effect without --corrupt: give both, or omit it.")
     if flags.output is not None:
-        check_new_file(Path(flags.output), force=False)
+        check_new_file(Path(flags.output), force=None)
 
 
 def correct(flags: Flags) -> str:
@@ -70,9 +70,11 @@ def correct(flags: Flags) -> str:
     if flags.corrupt is not None and flags.output is not None:
         confusions = Confusions() if flags.confusions is None else read_confusions(Path(flags.confusions))
         output = Path(flags.output)
-        count = write_corrupted(lines, flags.corrupt, confusions, flags.seed, output, flags.copies)
+        texts = [line for line in lines if line]
+        count = write_corrupted(texts, flags.corrupt, confusions, flags.seed, output, flags.copies)
         return f"{flags.output}: {count:,} pairs. Train with --train_manifest {flags.output} and a T5 folder."
-    corrected = load_corrector(flags.model or "", flags.device).correct(lines)
+    texts_in_order = iter(load_corrector(flags.model or "", flags.device).correct([line for line in lines if line]))
+    corrected = [next(texts_in_order) if line else "" for line in lines]  # line by line as the input
     text = "\n".join(corrected)
     if flags.output is None:
         return text

@@ -40,6 +40,11 @@ NO_COLUMN = "none"
 """Value of --channel_column for not reading channels from a table."""
 
 
+def as_label(value: object) -> str:
+    """Return a row's label as text, such as a speaker's name or number; "" for null and false."""
+    return "" if value is None or value is False else str(value)
+
+
 def parse_channel(fields: Mapping[str, object]) -> int | None:
     """Return the channel of a JSON row; None if it has none, which means the average of all channels.
 
