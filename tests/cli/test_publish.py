@@ -147,6 +147,7 @@ REJECTED_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "torch.save": (add_zip_archive, "is an archive"),
     "archive by name": (add_file("all.tar.gz"), "is an archive"),
     "audio by name": (add_file("a.wav"), "is audio or video"),
+    "video by name": (add_file("voice.WMV"), "is audio or video"),
     "audio by content": (add_file("speech", b"RIFF\x00\x01\x00\x00WAVEfmt "), "is audio or video"),
     "FLAC by content": (add_file("speech.txt", b"fLaC\x00\x00"), "is audio or video"),
     "token by name": (add_file("hf_token"), "has the name of a file with a secret"),

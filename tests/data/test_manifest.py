@@ -3,6 +3,8 @@
 import json
 import os
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from konkanivani.data import filtering as token_counts
 from konkanivani.data import index
 from konkanivani.data.batching import SizeLimit, cut_sizes, padded_seconds
 from konkanivani.data.filtering import Limits, check_utterances, count_tokens, reason_to_reject
-from konkanivani.data.index import MISSING, open_index
+from konkanivani.data.index import MISSING, ManifestIndex, open_index
 from konkanivani.data.manifest import Manifest, read_manifest
 from konkanivani.data.text import Tokenizer, normalize_text, train_tokenizer
 from konkanivani.lengths import SAMPLE_RATE, ctc_frames_needed, speed_perturbed_samples
@@ -70,6 +72,23 @@ def test_indexed_rows_equal_rows_read_from_the_file(stored_index, tmp_path):
     assert isinstance(manifest.durations, np.memmap)
     with pytest.raises(IndexError):
         manifest[38]
+
+
+def test_manifest_opened_twice_at_once_is_indexed_once(stored_index, tmp_path, monkeypatch):
+    builds = []
+    write = index._write
+
+    def slow_write(*arguments: object) -> ManifestIndex:
+        builds.append(1)
+        time.sleep(0.5)
+        return write(*arguments)
+
+    monkeypatch.setattr(index, "_write", slow_write)
+    path = write_rows(tmp_path)
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(open_index, [path, path])
+    assert len(builds) == 1 and len(one.rows) == 38
+    assert np.array_equal(one.rows, other.rows) and np.array_equal(one.starts, other.starts)
 
 
 def test_in_memory_index_gives_same_rows_and_writes_no_files(tmp_path):

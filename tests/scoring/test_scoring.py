@@ -456,7 +456,26 @@ def test_any_two_files_give_a_report_or_a_known_error(tmp_path_factory, one, oth
     assert PageParts(draw_score_page(report)).opened == []
 
 
+def test_zero_is_an_id_and_a_speaker(tmp_path):
+    rows = "".join(json.dumps({"id": n, "text": "एक", "speaker": n}) + "\n" for n in range(3))
+    pairs = read_pairs(*write_files(tmp_path, rows, rows, ".jsonl"), "lines")
+    assert [(text.id, text.speaker) for text in pairs.texts] == [("0", "0"), ("1", "1"), ("2", "2")]
+
+
 # The script
+
+
+def test_comparison_is_read_before_recognition(tmp_path, monkeypatch):
+    recognized = []
+    monkeypatch.setattr(evaluate, "recognize", lambda *_: recognized.append(1))
+    checkpoint, manifest = tmp_path / "checkpoint.pt", tmp_path / "test.jsonl"
+    for path in (checkpoint, manifest):
+        path.write_text("x", encoding="utf-8")
+    with pytest.raises(DataError, match="missing.jsonl"):
+        evaluate.main(
+            ["--checkpoint", str(checkpoint), "--manifest", str(manifest), "--compare", str(tmp_path / "missing.jsonl")]
+        )
+    assert not recognized
 
 
 def test_script_scores_two_files_without_torch(tmp_path, capsys, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 
 from konkanivani.cli.texts import correct
 from konkanivani.data.text import TextLimits, normalize_text
-from konkanivani.errors import KonkaniVaniError
+from konkanivani.errors import KonkaniVaniError, UsageError
 from konkanivani.inference.word_times import Segment, Transcript, Word, json_text
 from konkanivani.recipe import correction
 from konkanivani.recipe.correction import (
@@ -133,6 +133,11 @@ def test_corrupted_pairs_are_written_and_lines_corrected(tmp_path, monkeypatch):
     assert corrector.correct(["", LINES[0]]) == ["", texts[0]]
     alone = [corrector.correct([line])[0] for line in LINES[:5]]
     assert alone == texts  # independent of the batch
+    # Line by line as the input, whatever Python counts as the end of a line.
+    lines.write_bytes(f"{LINES[0]}\r\n\n{LINES[1]}\u2028{LINES[2]}\n".encode())
+    assert correct.main([str(lines), "--model", str(base), "--device", "cpu"]).count("\n") == 2
+    with pytest.raises(UsageError, match=r"pairs.jsonl already exists\. Choose another name\.$"):
+        correct.main([str(lines), "--corrupt", "0.3", "--output", str(pairs)])
 
 
 def test_copies_of_a_text_have_different_errors():
