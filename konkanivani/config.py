@@ -151,7 +151,7 @@ class DataConfig:
     """Skip longer validation and test utterances, in seconds."""
     validation_batch_seconds: float = 60.0
     """Seconds of padded audio per validation batch."""
-    # Parsed in units.py, which also accepts a plain fraction.
+    # Parsed in console.py, which also accepts a plain fraction.
     max_rejected: str = "1%"
     """Maximum share of broken manifest rows, which are skipped, such as 1% or 0.01."""
     num_workers: int = 2
@@ -342,7 +342,7 @@ class MemoryConfig:
     """Number format of --mixed_precision on CUDA."""
     gradient_checkpointing: Literal["always", "auto", "never"] = "never"
     """Recompute activations in the backward pass: always, in as few blocks as needed (auto), or never."""
-    # Parsed in units.py: GB and GiB differ.
+    # Parsed in console.py: GB and GiB differ.
     memory_budget: str | None = None
     """Maximum memory, such as 4GiB: all of the process on a GPU, its growth on a CPU (None: unlimited, or with auto the
     free memory)."""

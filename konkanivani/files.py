@@ -1,8 +1,4 @@
-"""Files: atomic and durable writes, whole lines, checks before writing.
-
-Git does this to files that it treats as text (`core.autocrlf`, `* text` in .gitattributes), and editors do. Checksums
-no longer match, and the bytes cannot be restored: the converted line feeds are indistinguishable from the others.
-"""
+"""Files: atomic writes, locks, digests, listings, and the detection of binary files that were saved as text."""
 
 import contextlib
 import fcntl
@@ -219,6 +215,9 @@ def visible_entries(folder: Path) -> list[Path]:
 
 # --------------------
 # Diagnosis of binary files saved as text: converted line endings, or a byte order mark.
+#
+# Git converts files that it treats as text (`core.autocrlf`, `* text` in .gitattributes), and so do editors. Checksums
+# no longer match, and the bytes cannot be restored: the converted line feeds are indistinguishable from the others.
 
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"

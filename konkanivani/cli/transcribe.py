@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 MAX_PIECE = 600.0
 MAX_PAUSE = 60.0
 
+SECONDS_A_DAY = 86_400.0
+
 
 @dataclass(frozen=True)
 class Flags:
@@ -66,7 +68,8 @@ def transcribe(flags: Flags) -> str:
     # Imported after the flags are checked: usage errors do not wait for torch.
     from konkanivani.recipe.preflight import in_ranks
 
-    with in_ranks() as topology:
+    # The ranks wait for each other only at the end, after recordings of very different lengths.
+    with in_ranks(timeout=SECONDS_A_DAY) as topology:
         summary = transcribe_portion(flags, topology)
     # Rank 0 reports for all ranks.
     return summary if topology.is_first else ""

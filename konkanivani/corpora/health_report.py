@@ -76,7 +76,7 @@ def _new_section(title: str, facts: Iterable[Fact], charts: Iterable[Chart], tab
 
 def _part(part: PartHealth) -> Section:
     role = "training" if part.is_training else "validation or test"
-    # `_section` drops the lists without rows.
+    # `_new_section` drops the lists without rows.
     lists = {
         "Broken rows": part.broken,
         "Utterances that training skips": part.rejected,
@@ -155,7 +155,7 @@ def _listing(title: str, listed: Listed) -> Table:
 
 
 def _crossings(crossings: tuple[PartOverlap, ...]) -> Section:
-    columns = ("manifests", "recordings", "speakers", "sentences", "characters only in the first")
+    columns = ("manifests", "recordings", "speakers", "sentences", "characters missing in the latter")
     rows = []
     lists = []
     for crossing in crossings:

@@ -338,7 +338,7 @@ class SpeechSynthesizer:
             self._connection.send(asdict(request))
             answer = self._connection.recv()
         except (ConnectionError, EOFError):
-            # The last line on stderr states the reason, as espeak.py exits with it.
+            # The last line on stderr states the reason, as `main` exits with it.
             code = self._process.wait()
             self._complaints.seek(0)
             lines = self._complaints.read().decode("utf-8", "replace").split("\n")

@@ -31,7 +31,7 @@ from konkanivani.files import write_json_lines
 from konkanivani.flags import CorpusSize
 
 # --------------------
-# JSONL manifests as lazily read sequences of utterances; utterance.py describes a row.
+# JSONL manifests as lazily read sequences of utterances; index.py describes a row.
 
 
 MAX_TOKENIZER_TEXTS = 500_000

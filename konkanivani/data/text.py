@@ -189,7 +189,7 @@ Digits = Literal["keep", "spell"]
 
 
 def normalize_text(text: str, digits: Digits = "keep") -> str:
-    """Return `text` as it is used for training and scoring; see the module's docstring."""
+    """Return `text` as it is used for training and scoring, by the steps of the comment above."""
     characters = []
     for character in _spell_digits(_compose(text).lower(), digits):
         kind = unicodedata.category(character)

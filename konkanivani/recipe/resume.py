@@ -206,8 +206,8 @@ def settle_stages(config: TrainConfig, planner: EpochPlanner) -> TrainConfig:
 def schedule_rates(start: Start, config: TrainConfig, planner: EpochPlanner, state: TrainState) -> RateSchedule:
     """Return the learning rates of the run, whose state is loaded; print how they differ from the checkpoint's.
 
-    The length of a resumed run is the number of finished steps plus the steps that remain with the present flags and
-    corpus. It is computed as a difference to the stored length, because batches that cannot be read make no step.
+    The length of a resumed run is the stored length, minus the steps that remained at the checkpoint, plus those that
+    remain with the present flags and corpus: a difference, because batches that cannot be read make no step.
     """
     if start.resumed is None:
         return _new_schedule(config, planner)

@@ -141,8 +141,8 @@ def _is_logged_to(folder: Path) -> bool:
 def listing_rejected(run_directory: Path | None, is_resumed: bool) -> Iterator[Path | None]:
     """Yield the file in which a start lists rejected utterances; None without a folder.
 
-    The list of an earlier run is renamed until its folder is moved aside; it is restored if the start fails before it
-    lists any.
+    The list of an earlier run is renamed until its folder is moved aside; it is renamed back if the start fails before
+    it rejects any utterance.
     """
     if run_directory is None:
         yield None

@@ -57,7 +57,7 @@ PATHS = (
 class Start:
     """Resolved start of a run: settings, folder locks, and the checkpoint to resume from or to take weights from.
 
-    `pretrained` is the Whisper folder that the run fine-tunes; on resume, the folder that holds its frozen weights.
+    `pretrained` is the folder of the model that the run fine-tunes; on resume, the folder with its frozen weights.
     `locks` is empty for a dry run, which changes no folder, and on all ranks but the first.
     """
 

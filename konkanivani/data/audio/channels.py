@@ -120,7 +120,7 @@ def mix_blocks(blocks: Iterable[np.ndarray], source: AudioSource) -> Iterator[to
 
 
 def _report(channel: int | None, reason: str, source: AudioSource) -> int | None:
-    """Return the channel; name the file, once, if it is not None."""
+    """Return the channel; print the file's name, once per process, if it is not None."""
     name = str(source.path)
     if channel is not None and name not in _reported:
         _reported.add(name)

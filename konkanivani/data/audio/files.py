@@ -105,7 +105,7 @@ def spooled_input() -> Iterator[Path]:
     """Store standard input in a file; yield a path that this process and its children can open.
 
     Raises:
-        DataError: Standard input exceeds `MAX_BYTES`.
+        DataError: Standard input exceeds `STDIN_LIMIT`.
         ResourceError: There is not enough disk space.
     """
     failure = f"Standard input cannot be stored in {tempfile.gettempdir()}"
