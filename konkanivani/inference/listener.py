@@ -225,7 +225,7 @@ class Listener:
         self._given = [given[whole:].clone()]
         self._given_count -= whole
         quanta = given[:whole].split(self._quantum)
-        return self._listen(torch.cat([self._at_16_khz(quantum) for quantum in quanta]))
+        return self._decode_ticks(torch.cat([self._at_16_khz(quantum) for quantum in quanta]))
 
     def finish(self) -> list[Event]:
         """Return the remaining results at the end of the recording."""
@@ -234,16 +234,16 @@ class Listener:
         self._is_finished = True
         last = [self._at_16_khz(torch.cat(self._given))] if self._given else []
         last += [self._resampler.accept(self._restorer.finish()), self._resampler.finish()]
-        events = self._listen(torch.cat(last))
+        events = self._decode_ticks(torch.cat(last))
         for piece in self._segmenter.advance(self._waveform, is_end=True):
-            events += self._finals(piece)
-        return events + self._cleared()
+            events += self._decode_final(piece)
+        return events + self._clear_partial()
 
     def _at_16_khz(self, quantum: torch.Tensor) -> torch.Tensor:
         """Return the 16 kHz samples (S,) that are complete with the next samples (S, channels) of the recording."""
         return self._resampler.accept(self._restorer.accept(self._mixer.accept(quantum)))
 
-    def _listen(self, waveform: torch.Tensor) -> list[Event]:
+    def _decode_ticks(self, waveform: torch.Tensor) -> list[Event]:
         waveform = torch.cat([self._waveform, waveform])
         whole = len(waveform) // TICK_SAMPLES * TICK_SAMPLES
         self._waveform = waveform[whole:].clone()
@@ -251,11 +251,11 @@ class Listener:
         last = self._segmenter.seconds + whole / SAMPLE_RATE
         for tick in waveform[:whole].split(TICK_SAMPLES) if whole else ():
             for piece in self._segmenter.advance(tick):
-                events += self._finals(piece)
-            events += self._passes(last)
+                events += self._decode_final(piece)
+            events += self._decode_partial(last)
         return events
 
-    def _passes(self, last: float) -> list[Event]:
+    def _decode_partial(self, last: float) -> list[Event]:
         """Decode the current segment if a pass is due; `last` is the end of the available audio in seconds."""
         now = self._segmenter.seconds
         # Tolerance of half a tick: seconds are rounded.
@@ -264,12 +264,12 @@ class Listener:
             return []
         piece = self._segmenter.current()
         if piece is None:
-            return self._cleared()
+            return self._clear_partial()
         if not self._recognizer.is_long_enough(piece):
             return []
         pause = self._recognizer.segmentation.pause / STEPS_A_SECOND
         if piece.speech_end is not None and now - piece.speech_end >= SETTLED_SHARE * pause - tolerance:
-            return self._settled(piece)
+            return self._decode_early(piece)
         # In a pause the same audio would be decoded again, and would agree with itself.
         if now < self._next_pass - tolerance or piece.end <= self._passed_end:
             return []
@@ -279,17 +279,17 @@ class Listener:
         core = piece.waveform[round((piece.core_start - piece.start) * SAMPLE_RATE) :]
         prefix = self._recognizer.recognize_prefix(core)
         self._agreement.update(prefix.text.split(), [view.split() for view in prefix.views])
-        return self._shown(piece.core_start)
+        return self._show_partial(piece.core_start)
 
-    def _settled(self, piece: Piece) -> list[Event]:
+    def _decode_early(self, piece: Piece) -> list[Event]:
         """Decode a segment that has probably ended, once, with the configured search."""
         if self._early is not None and self._early.is_of(piece):
             return []
-        self._early = self._decoded(piece)
+        self._early = self._decode_segment(piece)
         self._agreement.settle([word.text for word in self._early.words])
-        return self._shown(piece.core_start)
+        return self._show_partial(piece.core_start)
 
-    def _shown(self, start: float) -> list[Event]:
+    def _show_partial(self, start: float) -> list[Event]:
         """Return the partial result if it is new."""
         partial = Partial(" ".join(self._agreement.fixed), " ".join(self._agreement.tentative), start)
         if self.partial is None and not (partial.fixed or partial.tentative):
@@ -298,7 +298,7 @@ class Listener:
         self.partial = partial
         return [partial] if is_new else []
 
-    def _cleared(self) -> list[Event]:
+    def _clear_partial(self) -> list[Event]:
         """Return an empty partial result if words are shown that turned out to be noise."""
         if self.partial is None:
             return []
@@ -307,11 +307,11 @@ class Listener:
         self.partial = None
         return [cleared]
 
-    def _finals(self, piece: Piece) -> list[Event]:
+    def _decode_final(self, piece: Piece) -> list[Event]:
         """Decode a complete segment with the configured search."""
         decoded = self._early
         if decoded is None or not decoded.is_of(piece):
-            decoded = self._decoded(piece)
+            decoded = self._decode_segment(piece)
         self._early = None
         self._delay = decoded.delay
         self._passed_end = piece.core_end
@@ -319,13 +319,13 @@ class Listener:
         texts = [word.text for word in words]
         is_changed = self._agreement.finish(texts, piece.is_cut)
         if not words:
-            return self._cleared()
+            return self._clear_partial()
         self.partial = None
         final = Final(" ".join(texts), words, words[0].start, words[-1].end, is_changed)
         self.finals.append(final)
         return [final]
 
-    def _decoded(self, piece: Piece) -> Decoded:
+    def _decode_segment(self, piece: Piece) -> Decoded:
         """Decode a segment; the estimate of the delay becomes the listener's only if the segment is final."""
         delay = copy.deepcopy(self._delay)
         words: list[Word] = []
