@@ -104,12 +104,19 @@ def sync_file(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def exclusive_lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock of a folder or file in the block."""
+def exclusive_lock(path: Path, is_required: bool = True) -> Iterator[None]:
+    """Hold an exclusive lock of a folder or file in the block.
+
+    Raises an OSError if `is_required` and the file system has no locks, as some of clusters.
+    """
     # The kernel releases flock when the process ends, even by SIGKILL.
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:
+            if is_required:
+                raise
         yield
     finally:
         os.close(descriptor)

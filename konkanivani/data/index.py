@@ -325,7 +325,7 @@ def open_index(manifest: Path, named_roots: tuple[str, ...] = (), fields: TextFi
         return index
     try:
         # Ranks, or two commands, may open a new manifest at once.
-        with exclusive_lock(manifest):
+        with exclusive_lock(manifest, is_required=False):
             if (index := _read(folder, manifest, identity)) is None:
                 say(f"Indexing {manifest} ({status.st_size / 2**30:.2f} GiB), once.")
                 index = _write(folder, manifest, identity, roots, fields)
