@@ -22,6 +22,7 @@ from konkanivani.errors import CheckpointError, NumericsError, ResourceError
 LAST = "checkpoint_last.pt"
 PREVIOUS = "checkpoint_previous.pt"
 BEST = "checkpoint_best.pt"
+REHEARSAL = "rehearsal.partial"
 EPOCH_NAME = re.compile(r"checkpoint_epoch_(\d+)\.pt")
 
 
@@ -87,11 +88,17 @@ class Checkpointer:
             ) from None
         return last
 
+    @property
+    def rehearsal_path(self) -> Path:
+        """Path of the state before the rehearsal of the largest batches."""
+        return self.directory / REHEARSAL
+
     def discard_unfinished(self) -> None:
-        """Remove partial checkpoints of a run: of this process, or of one that was killed."""
+        """Remove partial files of a run: of this process, or of one that was killed."""
         with contextlib.suppress(OSError):
             for partial in self.directory.glob("*.partial"):
-                if is_name_of_a_run(partial.with_suffix("")):  # not of another command that writes to this folder
+                # Not those of another command that writes to this folder.
+                if partial.name == REHEARSAL or is_name_of_a_run(partial.with_suffix("")):
                     partial.unlink()
 
     def read_newest_sound(self, sets_aside: bool = True) -> tuple[Path, Checkpoint] | None:

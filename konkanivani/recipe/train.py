@@ -109,7 +109,6 @@ def write_sizes_on_error(run: Run) -> Iterator[None]:
 # bit.
 
 
-SAVED = "rehearsal.partial"
 # Keys of the parts of a checkpoint that are not restored: a rehearsal does not change the counters (TrainState), and
 # the sizes that ran out of memory in it (OomHistory) hold for the actual run too.
 KEPT = ("progress", "splits")
@@ -152,7 +151,7 @@ def rehearse(run: Run) -> tuple[Rehearsal, ...]:
         ResourceError: an utterance does not fit in memory even alone.
         DataError: an utterance cannot be read.
     """
-    saved = run.storage.checkpointer.directory / SAVED
+    saved = run.storage.checkpointer.rehearsal_path
     before = run.checkpoint()
     if run.topology.is_first:
         saved.parent.mkdir(parents=True, exist_ok=True)
