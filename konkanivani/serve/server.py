@@ -329,7 +329,7 @@ class PageServer:
     def _save(self, connection: ServerConnection) -> None:
         if self._corrections is None:
             raise DataError("Corrections are not saved. Start the server with --corrections DIR.")
-        # A few at a time, so that their audio does not add up in memory. One that waits for long reads no keepalive.
+        # A few at a time, so that their audio does not add up in memory. A connection that waits answers no keepalive.
         with self._receiving:
             correction = receive_correction(connection, self._limits.request_seconds)
             with self._saving:

@@ -131,8 +131,8 @@ class TrainState:
         # 0.0 means unset, so only the first epoch sets it.
         self.first_loss = self.first_loss or self.epoch_loss / max(1, self.epoch_steps)
         self.begin_epoch()
-        if self.score_kind not in (ScoreKind.UNKNOWN, kind):
-            # Resumed with another validation, such as on a GPU that has no memory for a search.
+        if self.score_kind not in (ScoreKind.UNKNOWN, kind) or math.isnan(self.best_score):
+            # Resumed with another validation, such as on a GPU that has no memory for a search. Version 0.1 stored NaN.
             self.best_score = math.inf
             self.epochs_without_improvement = 0
         self.score_kind = kind.value

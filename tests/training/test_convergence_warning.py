@@ -91,6 +91,8 @@ def test_score_that_is_nan_is_never_the_best():
     assert state.finish_epoch(3.5, ScoreKind.LOSS)
     assert not state.finish_epoch(math.nan, ScoreKind.LOSS) and not state.finish_epoch(3.6, ScoreKind.LOSS)
     assert state.finish_epoch(3.4, ScoreKind.LOSS) and state.best_score == 3.4
+    state.best_score = math.nan  # as older versions stored it
+    assert state.finish_epoch(3.5, ScoreKind.LOSS) and state.best_score == 3.5
 
 
 def test_restarted_epoch_resets_its_statistics():
