@@ -9,6 +9,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from types import FrameType
 
@@ -151,6 +152,33 @@ def defer_signals() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def defer_interrupt() -> Iterator[None]:
+    """Delay a KeyboardInterrupt until the end of the block; a second Ctrl-C raises it at once.
+
+    For long blocks, in which `defer_signals` would leave no way to stop.
+    """
+    is_pending = False
+
+    def note(_number: int, _frame: FrameType | None) -> None:
+        nonlocal is_pending
+        is_pending = True
+        signal.signal(signal.SIGINT, usual)
+
+    usual = signal.getsignal(signal.SIGINT)
+    # Only the main thread is interrupted, and nohup's processes are not.
+    if threading.current_thread() is not threading.main_thread() or usual is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    if is_pending:
+        raise KeyboardInterrupt
 
 
 def request_parent_death_signal(number: signal.Signals) -> None:

@@ -291,10 +291,11 @@ def _read_within(
     waveform = _read(utterance, manifest)
     if limits is None or isinstance(waveform, Rejection):
         return waveform
-    reason = reason_of_missing_frames(len(waveform) / SAMPLE_RATE, tokens, limits)
+    seconds = len(waveform) / SAMPLE_RATE
+    reason = None if seconds >= utterance.duration else reason_of_missing_frames(seconds, tokens, limits)
     if reason is None:
         return waveform
-    reason = f"it has {len(waveform) / SAMPLE_RATE:.2f} s, the row {utterance.duration:.2f} s, and {reason}"
+    reason = f"it has {seconds:.2f} s, the row {utterance.duration:.2f} s, and {reason}"
     return Rejection(manifest, utterance.row, utterance.id, reason, is_broken=True)
 
 

@@ -6,21 +6,18 @@ import fcntl
 import json
 import os
 import shutil
-import signal
 import stat
 import sys
 import termios
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from types import FrameType
 from typing import TextIO
 
 import torch
 
 from konkanivani.console import display_width, printable
 from konkanivani.data.audio.pcm import PcmDecoder, PcmFormat
-from konkanivani.errors import DataError
+from konkanivani.errors import DataError, defer_interrupt
 from konkanivani.inference.listener import EVERY, Event, Final, Listener
 from konkanivani.inference.recognizer import Recognizer
 from konkanivani.inference.segmentation import STEPS_A_SECOND, Piece
@@ -126,7 +123,7 @@ def listen(recognizer: Recognizer, descriptor: int, raw: PcmFormat, output: Live
                 continue
             if listener is None:
                 listener = Listener(recognizer, decoder.format.rate, every)
-            with defer_interrupt():
+            with defer_interrupt():  # Ctrl-C would lose the results of this block
                 output.show(listener.accept(samples))
             behind = _waiting_bytes(descriptor) / decoder.format.frame_bytes / decoder.format.rate
             if behind > BEHIND_SECONDS and not is_late:
@@ -147,30 +144,6 @@ def listen(recognizer: Recognizer, descriptor: int, raw: PcmFormat, output: Live
     if decoder.leftover:
         return f"The last {decoder.leftover} bytes are not a whole sample and were left out."
     return ""
-
-
-@contextlib.contextmanager
-def defer_interrupt() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the block, whose results would be lost; a second one has its usual effect."""
-    is_pending = False
-
-    def note(_number: int, _frame: FrameType | None) -> None:
-        nonlocal is_pending
-        is_pending = True
-        signal.signal(signal.SIGINT, usual)
-
-    usual = signal.getsignal(signal.SIGINT)
-    # Only the main thread is interrupted, and nohup's processes are not.
-    if threading.current_thread() is not threading.main_thread() or usual is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, usual)
-    if is_pending:
-        raise KeyboardInterrupt
 
 
 def _read_pieces(descriptor: int) -> Iterator[bytes]:

@@ -158,7 +158,7 @@ def test_text_before_invalid_samples_is_printed(trained, tmp_path):
 def test_interrupted_block_is_completed_unless_interrupted_twice(count):
     code = f"""
 import os, signal
-from konkanivani.inference.live import defer_interrupt
+from konkanivani.errors import defer_interrupt
 try:
     with defer_interrupt():
         for _ in range({count}):

@@ -113,7 +113,7 @@ def test_hypotheses_that_loop_can_only_end(seed, has_times):
                     loops += 1
                 else:
                     assert torch.equal(actual[row], expected[row])
-            # The hypotheses go on, so that later loops are seen too.
+            # The hypotheses continue, so that later loops are tested too.
             allowed = expected.exp().gt(0).double().index_fill(2, torch.tensor(END), 0.0) + 1e-9
             tokens = torch.multinomial(allowed.flatten(0, 1), 1, generator=generator).view(history.shape[:2])
             sources = torch.randint(2, history.shape[:2], generator=generator)

@@ -42,7 +42,7 @@ def test_step_powers_equal_the_variance_of_each_step():
 
 
 def test_speech_directly_after_a_minute_of_silence_keeps_its_margin():
-    """Levels are measured over a minute, and the first words begin just after it."""
+    """Levels are measured over a minute, and the first words start just after it."""
     tone = 0.1 * torch.sin(torch.arange(SAMPLE_RATE) * (2 * math.pi * 300 / SAMPLE_RATE))
     noise = 0.0003 * torch.randn(65 * SAMPLE_RATE, generator=torch.Generator().manual_seed(1))
     begins = []

@@ -106,7 +106,7 @@ def test_long_texts_are_corrected_in_windows_without_losing_words():
 
 
 class AddingCorrector(RecordingCorrector):
-    """Corrector that changes the first word and goes on with a sentence of its own."""
+    """Corrector that changes the first word and appends a sentence of its own."""
 
     def _generate(self, texts: list[str]) -> list[str]:
         return ["hanv" + text[4:] + " and a new sentence of words" for text in texts]

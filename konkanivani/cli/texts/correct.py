@@ -73,8 +73,7 @@ def correct(flags: Flags) -> str:
         texts = [line for line in lines if line]
         count = write_corrupted(texts, flags.corrupt, confusions, flags.seed, output, flags.copies)
         return f"{flags.output}: {count:,} pairs. Train with --train_manifest {flags.output} and a T5 folder."
-    texts_in_order = iter(load_corrector(flags.model or "", flags.device).correct([line for line in lines if line]))
-    corrected = [next(texts_in_order) if line else "" for line in lines]  # line by line as the input
+    corrected = load_corrector(flags.model or "", flags.device).correct(lines)
     text = "\n".join(corrected)
     if flags.output is None:
         return text
