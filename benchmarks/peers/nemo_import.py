@@ -175,7 +175,7 @@ def compare(flags: Flags) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(flags.output or scratch)
         out.mkdir(parents=True, exist_ok=True)
-        script = Path(__file__).with_name("nemo_goldens.py")
+        script = Path(__file__).resolve().parent.parent.parent / "tests/nemo/build_goldens.py"
         run([str(python), str(script), str(out), str(older_features(python, Path(scratch)))])
         return "\n".join(measured(out))
 

@@ -1,6 +1,6 @@
 """Build and save tiny random NeMo models, with their outputs for two recordings; runs in NeMo's environment.
 
-    HF_HUB_OFFLINE=1 nemo/bin/python benchmarks/peers/nemo_goldens.py OUT OLDER_FEATURES.py
+    HF_HUB_OFFLINE=1 nemo/bin/python tests/nemo/build_goldens.py OUT OLDER_FEATURES.py
 
 OLDER_FEATURES.py is nemo/collections/asr/parts/preprocessing/features.py of NeMo 1.23.0's wheel. Its features equal
 those in all versions before 2.5, including AI4Bharat's 1.23.
