@@ -325,15 +325,16 @@ def check_is_there(path: Path) -> None:
     """Raise a CheckpointError if there is no file at `path`, or a file of another program."""
     advice = "Give the path of a checkpoint_*.pt file."
     if path.suffix == ".nemo":
-        advice = f"It is a NeMo file: convert it with import_asr.py {path} {path.with_suffix('.pt')}."
+        advice = f"It is a NeMo file: convert it with konkanivani import {path} {path.with_suffix('.pt')}."
     elif path.suffix == ".safetensors" and path.is_file() and not zipfile.is_zipfile(path):
         advice = (
-            "It is a safetensors file: use a bundle with transcribe.py; here give the checkpoint it was exported from."
+            "It is a safetensors file: use a bundle with konkanivani transcribe; here give the checkpoint that it was "
+            "exported from."
         )
     elif path.is_file():
         return
     elif (path / "config.json").is_file():
-        advice = f"It is a model folder: use --pretrained {path} for a Whisper model, import_asr.py for others."
+        advice = f"It is a model folder: use --pretrained {path} for a Whisper model, konkanivani import for others."
     elif path.is_dir():
         advice = f"It is a folder: give one of its files, or --checkpoint_dir {path} --resume auto to resume training."
     raise CheckpointError(f"There is no checkpoint at {path}. {advice}")

@@ -216,7 +216,7 @@ def hold_out(sentences: Sequence[str], count: int) -> tuple[list[str], list[str]
 WHAT_IT_IS = "synthetic, Marathi voice"
 BUILT_IN = "built-in corpus"
 NO_ROOM = (
-    "Free about 100 MB there, or run prepare_builtin_corpus.py with a writable --output folder and give the "
+    "Free about 100 MB there, or run konkanivani builtin with a writable --output folder and give the "
     "manifests in it to the trainer."
 )
 PROBE = "म्हाका शाळेंत वचपाक कितें जाय"  # vowel signs, anusvara and virama in one sentence

@@ -211,7 +211,7 @@ def _parse_object(line: bytes) -> dict[str, object]:
     except UnicodeDecodeError:
         raise BadRow("not UTF-8") from None
     except (ValueError, RecursionError) as error:  # RecursionError: deeply nested JSON
-        raise BadRow(f"not a line of JSON ({error}); prepare_data.py converts a table to a manifest") from None
+        raise BadRow(f"not a line of JSON ({error}); konkanivani prepare converts a table to a manifest") from None
     if not isinstance(fields, dict):
         raise BadRow(f"a {type(fields).__name__}, but a JSON object is expected")
     return fields

@@ -40,7 +40,7 @@ MAX_BACKOFF = 1000.0  # of a base-10 logarithm
 MAX_UNPACKED_RATIO = 100  # bytes after and before decompression; n-grams reach 10 to 20
 GZIP = b"\x1f\x8b"
 MAX_NAMED = 3
-FOREIGN = "It must use this checkpoint's tokenizer: train it with train_language_model.py --checkpoint."
+FOREIGN = "It must use this checkpoint's tokenizer: train it with konkanivani lm --checkpoint."
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ def read_arpa(path: str | Path, tokenizer: Vocabulary) -> tuple[Ngrams, ...]:
         DataError: The file is not an ARPA file of this tokenizer.
     """
     path = Path(path)
-    advice = "Give an ARPA file written by train_language_model.py."
+    advice = "Give an ARPA file written by konkanivani lm."
     with explained(DataError, f"The language model {path} cannot be read", advice):
         try:
             with _open(path) as (file, most_bytes):

@@ -119,7 +119,7 @@ def read_bundle(path: Path, device: torch.device) -> SpeechModel:
     """
     if not path.is_file():
         raise CheckpointError(
-            f"There is no bundle at {path}. Give the path of a {SUFFIX} file written by export_asr.py."
+            f"There is no bundle at {path}. Give the path of a {SUFFIX} file written by konkanivani export."
         )
     try:
         return _build(_read_contents(path), path, device)
@@ -145,7 +145,7 @@ def _read_contents(path: Path) -> Contents:
     with safetensors.safe_open(path, framework="pt") as file:
         entry = json.loads((file.metadata() or {}).get(ENTRY, "null"))
         if not isinstance(entry, dict):
-            raise CheckpointError(f"The file {path} is not a KonkaniVani bundle. Give one written by export_asr.py.")
+            raise CheckpointError(f"The file {path} is not a KonkaniVani bundle. Give one of konkanivani export.")
         if entry.get("format") not in (1, 2, FORMAT):
             raise CheckpointError(
                 f"The bundle {path} has format {entry.get('format')!r:.40}; this version reads formats 1 to "

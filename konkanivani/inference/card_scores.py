@@ -1,4 +1,4 @@
-"""Test scores for a model card, as printed by evaluate_konkanivani_asr.py --json. Does not import torch."""
+"""Test scores for a model card, as printed by konkanivani evaluate --json. Does not import torch."""
 
 import json
 import math
@@ -57,7 +57,7 @@ def read_scores(path: Path, checkpoint: str, step: int) -> tuple[CardScore, ...]
 
     Raises a DataError if the file cannot be read, or has scores of another checkpoint.
     """
-    advice = "Give a file with the output of evaluate_konkanivani_asr.py --checkpoint ... --manifest ... --json."
+    advice = "Give a file with the output of konkanivani evaluate --checkpoint ... --manifest ... --json."
     with explained(DataError, f"--scores {path} cannot be read", advice):
         if not path.is_file() and path.exists() and not path.is_dir():
             raise OSError("it is not a file")  # reading a pipe would block

@@ -59,7 +59,7 @@ class AuthorFacts:
     datasets: tuple[str, ...] = ()
     """OWNER/NAME of the training data sets on the hub."""
     scores: tuple[str, ...] = ()
-    """Files with the output of evaluate_konkanivani_asr.py --checkpoint ... --json."""
+    """Files with the output of konkanivani evaluate --checkpoint ... --json."""
 
 
 @dataclass(frozen=True)

@@ -267,7 +267,7 @@ def warn_of_shared(corpus: Fingerprint, *manifests: Manifest | None) -> None:
         if shared >= WARNED_OF:
             say(
                 f"{shared:.0%} of the utterances of {manifest.path} are also in the training set, so its error "
-                "rates are too optimistic. inspect_data.py lists them."
+                "rates are too optimistic. Run konkanivani inspect to list them."
             )
 
 

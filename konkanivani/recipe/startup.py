@@ -134,7 +134,7 @@ def start_from_checkpoint(command_line: CommandLine, path: Path) -> tuple[Comman
     if PRETRAINED_STATE in initial.states:
         raise UsageError(
             f"--init_from {path} is a checkpoint of a run with --pretrained. Export its model with "
-            "export_asr.py --whisper, and give that folder as --pretrained."
+            "konkanivani export --whisper, and give that folder as --pretrained."
         )
     return dataclasses.replace(command_line, config=command_line.merge_into_init(stored)), initial
 
@@ -223,7 +223,7 @@ def _resumed_config(command_line: CommandLine, checkpoint: Checkpoint, path: Pat
         anew = f"--init_from {path}"
         # --init_from rejects a checkpoint of a pretrained model; its exported folder is used instead.
         if PRETRAINED_STATE in checkpoint.states:
-            anew = "--pretrained and the folder that export_asr.py --whisper writes,"
+            anew = "--pretrained and the folder that konkanivani export --whisper writes,"
         raise CheckpointError(
             f"The flags contradict the checkpoint {path}:{listed}\nOmit these flags to resume it, or start a "
             f"new run from its weights with {anew} and another --checkpoint_dir (or --fresh)."

@@ -1,6 +1,6 @@
 """Transcripts to score, loaded from files: plain lines, lines that start with an id (Kaldi), or JSON lines.
 
-JSON lines are rows of a manifest or of evaluate_konkanivani_asr.py's output. The reference of a row is its `reference`,
+JSON lines are rows of a manifest or of the output of konkanivani evaluate. The reference of a row is its `reference`,
 else its `text`; its hypothesis is its `hypothesis`, else its `pred_text` (NeMo), else its `text`.
 """
 

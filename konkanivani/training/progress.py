@@ -256,7 +256,7 @@ class EpochLearning:
 
 def _advice_on_data(unit: InputUnit) -> str:
     if unit == SECONDS:
-        return "inspect_data.py checks whether transcripts and audio match"
+        return "konkanivani inspect checks whether transcripts and audio match"
     return "check that each target belongs to its input"
 
 

@@ -79,7 +79,7 @@ def test_invalid_flags_exit_with_2_before_torch_is_imported(tmp_path, tmp_path_f
 
 def test_missing_device_and_missing_manifest_exit_with_2(corpus, tmp_path):
     assert "--device cpu" in run_rejected(2, tmp_path, "--device", "cuda", *corpus.flags())
-    assert "prepare_builtin_corpus.py" in run_rejected(2, tmp_path, "--device", "cpu")
+    assert "konkanivani builtin" in run_rejected(2, tmp_path, "--device", "cpu")
 
 
 @pytest.mark.parametrize("name, value", [("dropout", "1"), ("epochs", "0"), ("keep_checkpoints", "1"), ("seed", "-1")])
@@ -112,7 +112,7 @@ MANIFESTS = {
     "audio with NUL": (b'\n{"audio_filepath": "a\\u0000", "duration": 1, "text": "a"}', "row 3: audio_filepath must"),
     "latin-1": (b'\n{"audio_filepath": "caf\xe9", "duration": 1, "text": "a"}', "row 3: not UTF-8"),
     "binary": (b"\n" + bytes(range(11, 256)), "row 3: not UTF-8"),
-    "table": (b"\nText", "row 3: not a line of JSON (Expecting value: line 1 column 1 (char 0)); prepare_data.py"),
+    "table": (b"\nText", "row 3: not a line of JSON (Expecting value: line 1 column 1 (char 0)); konkanivani prepare"),
     "nested": (b"\n" + b"[" * 100_000, "row 3: not a line of JSON"),
 }
 

@@ -160,7 +160,7 @@ BEST_FLAGS = ("--checkpoint", "{best}", "--manifest")
             2,
             "already exists. Choose another name, or overwrite it with --force",
         ),
-        (AVERAGE, ("konkani.nemo",), 4, "import_asr.py konkani.nemo konkani.pt"),
+        (AVERAGE, ("konkani.nemo",), 4, "konkanivani import konkani.nemo konkani.pt"),
     ],
 )
 def test_invalid_arguments_exit_with_code_and_message(trained, script, flags, exit_code, message):
