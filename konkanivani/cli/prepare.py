@@ -47,7 +47,7 @@ from konkanivani.corpora.toolkits import find_kaldi_utterances, find_nemo_uttera
 from konkanivani.data.audio.paths import is_named_inside
 from konkanivani.data.manifest import write_manifest
 from konkanivani.data.text import FormatCharacterCount
-from konkanivani.errors import DataError, ResourceError, UsageError, explained
+from konkanivani.errors import DataError, ResourceError, UsageError, defer_signals, explained
 from konkanivani.files import exclusive_lock, without_empty_folders, write_json_lines
 
 FormatName = Literal[
@@ -349,23 +349,28 @@ def _convert_write_errors(output: Path) -> contextlib.AbstractContextManager[Non
 
 
 def _publish(task: Preparation, staged: Path, utterances: list[CheckedUtterance], report: PreparationReport) -> None:
-    """Write all files to the staging folder, then rename them."""
+    """Write all files to the staging folder, then rename them.
+
+    Manifests of an earlier preparation are removed first and train.jsonl comes last: a process that is killed in
+    between leaves no training part beside a validation part of another preparation.
+    """
     for split in report.splits:
         chosen = [checked.utterance for checked in utterances if checked.split == split.name]
         write_manifest(staged / f"{split.name}.jsonl", chosen)
     write_json_lines(staged / REPORT, [asdict(report)])
-    if (staged / AUDIO).is_dir():
-        # A folder that is not empty cannot be replaced; the old one is deleted together with the staging folder.
-        if (task.output / AUDIO).is_dir():
-            os.rename(task.output / AUDIO, staged / "outdated")
-        os.rename(staged / AUDIO, task.output / AUDIO)
-    for name in SPLITS:
-        manifest = task.output / f"{name}.jsonl"
-        if (staged / manifest.name).exists():
-            os.replace(staged / manifest.name, manifest)
-        else:
-            manifest.unlink(missing_ok=True)  # left by an earlier preparation (--force)
-    os.replace(staged / REPORT, task.output / REPORT)
+    names = [f"{split}.jsonl" for split in reversed(SPLITS)]
+    with defer_signals():
+        for name in names:
+            (task.output / name).unlink(missing_ok=True)
+        if (staged / AUDIO).is_dir():
+            # A folder that is not empty cannot be replaced; the old one is deleted together with the staging folder.
+            if (task.output / AUDIO).is_dir():
+                os.rename(task.output / AUDIO, staged / "outdated")
+            os.rename(staged / AUDIO, task.output / AUDIO)
+        os.replace(staged / REPORT, task.output / REPORT)
+        for name in names:
+            if (staged / name).exists():
+                os.replace(staged / name, task.output / name)
 
 
 # --------------------

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -156,8 +157,7 @@ def _utterance(
     content, named = (audio.get("bytes"), audio.get("path")) if isinstance(audio, dict) else (None, audio)
     if isinstance(content, bytes) and content:
         # The path in the row is not used: it may repeat, or point out of the folder.
-        stem = re.sub(r"[^A-Za-z0-9]+", "-", file.removesuffix(".parquet")).strip("-") or "row"
-        path = source.embedded_audio / f"{stem}-{number:07d}{_suffix(content, as_text(named))}"
+        path = source.embedded_audio / f"{_stem(file)}-{number:07d}{_suffix(content, as_text(named))}"
         advice = "Free disk space there, or choose a writable --output folder."
         with explained(ResourceError, f"The audio of the data set cannot be written to {path}", advice):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -173,6 +173,16 @@ def _utterance(
         return replace(utterance, channel=parse_channel_cell(row.get(channel), channel))
     except ValueError as error:
         return utterance.refused("channel", str(error))
+
+
+def _stem(file: str) -> str:
+    """Return the start of the audio files' names for a Parquet file; it differs for each path."""
+    name = file.removesuffix(".parquet")
+    if re.fullmatch(r"[A-Za-z0-9/-]+", name):
+        return name.strip("/").replace("/", "_")
+    # Paths that differ only in the replaced characters, such as two words in Devanagari, must not collide.
+    stem = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")
+    return f"{stem or 'row'}-{zlib.crc32(file.encode()):08x}"
 
 
 def _suffix(content: bytes, named: str) -> str:

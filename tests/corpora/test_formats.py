@@ -457,3 +457,22 @@ def test_preparation_needs_no_torch_and_names_missing_package(tmp_path, monkeypa
     checked(run_script(SCRIPT, "--format", "folder", *flags))
     done = run_script(SCRIPT, "--format", "huggingface", "--force", *flags)
     assert done.returncode == 6 and "pip install datasets" in done.stderr, done.stderr
+
+
+def test_parquet_files_with_similar_names_keep_their_own_audio(tmp_path):
+    pytest.importorskip("datasets")
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    expected = {}
+    for first, name in enumerate(("मराठी", "कोंकणी", "a-b", "a/b")):
+        numbers = range(3 * first, 3 * first + 3)
+        audio = [{"bytes": audio_bytes(number), "path": None} for number in numbers]
+        table = pyarrow.table({"audio": audio, "text": [sentence(number) for number in numbers]})
+        path = tmp_path / "corpus" / f"{name}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(table, path)
+        expected |= {sentence(number): sentence_seconds(number) for number in numbers}
+    checked(run_in_process(SCRIPT, "--format", "huggingface", "--source", "corpus", "--output", "out", cwd=tmp_path))
+    manifests = [path for path in (tmp_path / "out").glob("*.jsonl") if path.stem in SPLITS]
+    found = [utterance for manifest in manifests for utterance in read_manifest(manifest)]
+    assert len({each.source.path for each in found}) == len(found) == 12
+    assert {each.text: pytest.approx(each.duration, abs=1e-3) for each in found} == expected
