@@ -26,7 +26,7 @@ from konkanivani.inference.word_times import EmissionDelay, Word
 from konkanivani.lengths import SAMPLE_RATE
 
 EVERY = 0.2  # seconds of audio from one pass to the next
-SURE_PASSES = 4  # agreeing passes required for a word that is missing in one of the `views`
+AGREEING_PASSES = 2  # that fix a word; one more for each of the `views` without it
 SETTLED_SHARE = 0.75  # of the pause, after which the final search runs; closures of plosives reach half of it
 MAX_LEVEL = 8.0  # samples beyond it are not audio between -1 and 1, even with clipping restored
 FINALS_KEPT = 1000
@@ -64,11 +64,10 @@ class LocalAgreement:
         self._counts: list[int] = []  # successive passes that agree on each tentative word and all before it
 
     def update(self, words: Sequence[str], views: Sequence[Sequence[str]] = ()) -> None:
-        """Fix the words on which this pass agrees with the previous one, but never the last word of a pass.
+        """Fix the words on which this pass agrees with previous ones, but never the last word of a pass.
 
         Args:
-            views: words of other decodings of the same audio. A word that is not in all of them is fixed when
-                `SURE_PASSES` passes agree.
+            views: words of other decodings of the same audio. A word needs one more pass for each without it.
         """
         tail = list(words[matched_prefix(self.fixed, words) :])
         tails = [list(view[matched_prefix(self.fixed, view) :]) for view in views]
@@ -78,8 +77,8 @@ class LocalAgreement:
         counts = [count + 1 for count in self._counts[:same]] + [1] * (len(tail) - same)
         agreed = 0
         while agreed < len(tail) - 1:
-            is_in_views = all(other[agreed : agreed + 1] == [tail[agreed]] for other in tails)
-            if counts[agreed] < (2 if is_in_views else SURE_PASSES):
+            differing = sum(other[agreed : agreed + 1] != [tail[agreed]] for other in tails)
+            if counts[agreed] < AGREEING_PASSES + differing:
                 break
             agreed += 1
         self.fixed += tail[:agreed]

@@ -52,8 +52,11 @@ BATCH_SECONDS = 20.0  # seconds of padded audio per batch
 TOKENS_PER_SECOND = 30.0
 EXTRA_TOKENS = 20
 
-# Models that were trained on whole utterances change the words of shorter speech most as it grows.
-STABLE_SECONDS = 2.5
+# Models that were trained on whole utterances change the words of short speech most as it grows. Shorter speech is
+# therefore also decoded longer (docs/experiments.md, 2026-11-29).
+STABLE_SECONDS = 3.0
+MIRRORED_SECONDS = (2.0, STABLE_SECONDS)
+GAP_SECONDS = 0.1
 
 Audio = str | os.PathLike | np.ndarray | torch.Tensor
 
@@ -137,22 +140,22 @@ class Recognizer:
     def recognize_prefix(self, waveform: torch.Tensor) -> PrefixText:
         """Return the greedy text of the first part (S,) of an utterance, for any configured search.
 
-        With CTC, speech shorter than `STABLE_SECONDS` is also decoded repeated up to that duration, and the
-        probabilities are averaged.
+        With CTC, speech shorter than `STABLE_SECONDS` is decoded longer in several ways (`lengthen`), and the
+        probabilities of its own frames are averaged.
         """
         speech = self.speech_model
-        decode = greedy_decode(speech.architecture, speech.tokenizer)
-        decode = limited_by_duration(decode, len(waveform) / SAMPLE_RATE)
-        encoded, lengths = speech.encode(waveform[None], (len(waveform),))
-        repeats = math.ceil(STABLE_SECONDS * SAMPLE_RATE / len(waveform))
-        if speech.model.ctc_head is None or repeats < 2:
-            (tokens,) = decode(speech.model, encoded, lengths)
+        if speech.model.ctc_head is None or len(waveform) >= STABLE_SECONDS * SAMPLE_RATE:
+            decode = greedy_decode(speech.architecture, speech.tokenizer)
+            decode = limited_by_duration(decode, len(waveform) / SAMPLE_RATE)
+            (tokens,) = decode(speech.model, *speech.encode(waveform[None], (len(waveform),)))
             return PrefixText(speech.tokenizer.decode(tokens), ())
-        repeated, _ = speech.encode(waveform.repeat(repeats)[None], (repeats * len(waveform),))
-        views = [speech.model.ctc_head(each[:, : encoded.shape[1]]).float() for each in (encoded, repeated)]
-        mean = torch.stack([view.softmax(dim=-1) for view in views]).mean(dim=0)
-        paths = torch.cat([mean, *views]).argmax(dim=-1)
-        texts = [speech.tokenizer.decode(tokens) for tokens in collapse_repeats(paths, lengths * len(paths))]
+        longer = lengthen(waveform)
+        waveforms = torch.nn.utils.rnn.pad_sequence(longer, batch_first=True)
+        encoded, _ = speech.encode(waveforms, tuple(len(each) for each in longer))
+        frames = speech.architecture.framing.encoded_length(len(waveform))
+        views = speech.model.ctc_head(encoded[:, :frames]).float().softmax(dim=-1)
+        paths = torch.cat([views.mean(dim=0, keepdim=True), views]).argmax(dim=-1)
+        texts = [speech.tokenizer.decode(tokens) for tokens in collapse_repeats(paths, (frames,) * len(paths))]
         return PrefixText(texts[0], tuple(texts[1:]))
 
     def _words(self, piece: Piece, encoded: torch.Tensor, tokens: list[int], delay: EmissionDelay) -> list[Word]:
@@ -236,6 +239,22 @@ def build_recognizer(
     if isinstance(decode, BeamDecode) and isinstance(speech_model.tokenizer, PromptedVocabulary):
         decode = FallbackDecode(decode, speech_model.tokenizer)
     return Recognizer(speech_model, decode, build_segmentation(longest, pause_seconds, window))
+
+
+def lengthen(waveform: torch.Tensor) -> list[torch.Tensor]:
+    """Return speech (S,) shorter than `STABLE_SECONDS`, continued in several ways up to such durations.
+
+    It is followed by its mirror image and itself in turn, or by a gap and itself: speech of the same voice in the same
+    surroundings. A word that does not depend on the continuation will probably stay when the actual one is known.
+    """
+    mirrored = torch.cat([waveform, waveform.flip(0)])
+    repeated = torch.cat([waveform, waveform.new_zeros(round(GAP_SECONDS * SAMPLE_RATE))])
+    continued = [(mirrored, seconds) for seconds in MIRRORED_SECONDS] + [(repeated, STABLE_SECONDS)]
+    longer = []
+    for period, seconds in continued:
+        samples = max(round(seconds * SAMPLE_RATE), len(waveform))
+        longer.append(period.repeat(math.ceil(samples / len(period)))[:samples])
+    return longer
 
 
 def limited_by_duration(decode: Decode, seconds: float) -> Decode:
