@@ -196,6 +196,16 @@ def end_worker_with_parent() -> None:
         os._exit(1)
 
 
+def begin_worker() -> None:
+    """Make this process of `multiprocessing` ignore the stopping signals and end with its parent.
+
+    Ctrl-C and a closed terminal signal the whole process group; only the parent decides when its workers end.
+    """
+    for number in stopping_signals():
+        signal.signal(number, signal.SIG_IGN)
+    end_worker_with_parent()
+
+
 class _Stop(BaseException):
     """Stopping signal. Not an Exception, so that no `except Exception` on the way handles it as an error."""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from multiprocessing import get_context
+from pathlib import Path
 
 import numpy as np
 
@@ -17,8 +18,8 @@ from konkanivani.console import count, progress_bar, say, short_name
 from konkanivani.data.index import Utterance
 from konkanivani.data.manifest import Manifest, Rejection
 from konkanivani.data.text import Digits, TextLimits, Vocabulary, reads_text
-from konkanivani.errors import DataError
-from konkanivani.files import atomic_replace
+from konkanivani.errors import DataError, begin_worker
+from konkanivani.files import atomic_replace, exclusive_lock
 from konkanivani.flags import resolved
 from konkanivani.lengths import TOKENS, FrameLengths, Framing, ctc_frames_needed, speed_perturbed_samples
 
@@ -50,17 +51,21 @@ def count_tokens(manifest: Manifest, tokenizer: Vocabulary, digits: Digits) -> T
     # With the tokenizer and the normalisation in the name, only a changed manifest can make the file stale; its index
     # folder is then rebuilt without it.
     path = folder and folder / f"tokens-{key}"
-    if path and path.exists():
-        both = np.memmap(path, np.uint16, mode="r").reshape(2, -1)
-        return TokenCounts(both[0], both[1])
-    if path:
-        say(f"Tokenizing the transcripts of {manifest.path}, once for this tokenizer.")
-    counts = np.concatenate(list(_count_in_parallel(manifest, tokenizer, digits)), axis=1)
-    if path:
+    counts: np.ndarray | None
+    if path is None:
+        counts = _count_in_parallel(manifest, tokenizer, digits)
+    elif (counts := _read_counts(path, len(manifest))) is None:
         try:
-            with atomic_replace(path) as partial:
-                counts.tofile(partial)
+            # Ranks, or two commands, may need the counts of a new manifest at once.
+            with exclusive_lock(Path(manifest.path), is_required=False):
+                if (counts := _read_counts(path, len(manifest))) is None:
+                    say(f"Tokenizing the transcripts of {manifest.path}, once for this tokenizer.")
+                    counts = _count_in_parallel(manifest, tokenizer, digits)
+                    with atomic_replace(path) as partial:
+                        counts.tofile(partial)
         except OSError as error:
+            if counts is None:
+                raise
             say(
                 f"The token counts cannot be stored in {path} ({error.strerror or error}) and are recomputed at "
                 "each start."
@@ -68,14 +73,22 @@ def count_tokens(manifest: Manifest, tokenizer: Vocabulary, digits: Digits) -> T
     return TokenCounts(counts[0], counts[1])
 
 
-def _count_in_parallel(manifest: Manifest, tokenizer: Vocabulary, digits: Digits) -> list[np.ndarray]:
+def _read_counts(path: Path, rows: int) -> np.ndarray | None:
+    """Return the stored counts (2, rows); None if there are none, or if their file was cut by a power failure."""
+    if not path.exists() or path.stat().st_size != 2 * rows * np.dtype(np.uint16).itemsize:
+        return None
+    return np.memmap(path, np.uint16, mode="r").reshape(2, rows)
+
+
+def _count_in_parallel(manifest: Manifest, tokenizer: Vocabulary, digits: Digits) -> np.ndarray:
     if len(manifest) <= FEW_ROWS:
-        return [_count(manifest, 0, len(manifest), tokenizer, digits)]
+        return _count(manifest, 0, len(manifest), tokenizer, digits)
     firsts = range(0, len(manifest), BLOCK_ROWS)
     ends = [min(first + BLOCK_ROWS, len(manifest)) for first in firsts]
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), get_context("fork"), begin_worker) as pool:
         counts = pool.map(_count, repeat(manifest), firsts, ends, repeat(tokenizer), repeat(digits))
-        return list(progress_bar(counts, len(ends), f"tokenizing {short_name(str(manifest.path))}", "block"))
+        blocks = list(progress_bar(counts, len(ends), f"tokenizing {short_name(str(manifest.path))}", "block"))
+    return np.concatenate(blocks, axis=1)
 
 
 def _count(manifest: Manifest, first: int, end: int, tokenizer: Vocabulary, digits: Digits) -> np.ndarray:

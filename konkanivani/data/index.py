@@ -23,7 +23,6 @@ import json
 import os
 import shutil
 import stat
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
@@ -40,6 +39,7 @@ from konkanivani.console import progress_bar, say
 from konkanivani.data.audio.files import AudioSource, as_label, parse_channel
 from konkanivani.data.audio.paths import OUTSIDE, audio_roots, existing_path, is_named_inside
 from konkanivani.data.text import FormatCharacterCount, find_removed, forbidden_character, forbidden_in_transcript
+from konkanivani.errors import begin_worker
 from konkanivani.files import exclusive_lock
 
 # --------------------
@@ -331,6 +331,9 @@ def open_index(manifest: Path, named_roots: tuple[str, ...] = (), fields: TextFi
                 index = _write(folder, manifest, identity, roots, fields)
             return index
     except OSError as error:
+        shutil.rmtree(
+            f"{folder}.partial", ignore_errors=True
+        )  # checkpoints need the space of a full disk
         say(f"The index cannot be stored in {folder} ({error.strerror or error}); it is rebuilt at each start.")
         return _join_blocks(list(_scan_blocks(manifest, roots, fields)))
 
@@ -343,21 +346,16 @@ def _read(folder: Path, manifest: Path, identity: dict[str, object]) -> Manifest
         lines = (folder / "broken.jsonl").read_text(encoding="utf-8").splitlines()
         broken = tuple(BrokenRow(**json.loads(line)) for line in lines)
         sketch = tuple(json.loads((folder / "sketch.json").read_text()))
-        removed = _read_counts(folder / FORMAT_CHARACTERS)
+        removed = FormatCharacterCount.from_json((folder / FORMAT_CHARACTERS).read_text(encoding="utf-8"))
         arrays = {name: _memory_map(folder / name, kind) for name, kind in ARRAYS.items()}
     except (OSError, ValueError, TypeError):
         return None
     # If a missing audio file has been added since, its row must become usable.
     missing = (existing_path(str(manifest.parent / row.audio_filepath)) for row in broken if row.is_missing)
-    if any(map(os.path.exists, missing)):
+    # Files are not synced: a power failure may cut them.
+    if len({len(array) for array in arrays.values()}) > 1 or any(map(os.path.exists, missing)):
         return None
     return ManifestIndex(**arrays, broken=broken, sketch=sketch, folder=folder, format_characters=removed)
-
-
-def _read_counts(path: Path) -> FormatCharacterCount:
-    """Return the counts at `path`; raise a `ValueError` or `TypeError` if the file has other content."""
-    characters, texts, unwritten_texts = json.loads(path.read_text(encoding="utf-8"))
-    return FormatCharacterCount(Counter(dict(characters)), int(texts), int(unwritten_texts))
 
 
 def _memory_map(path: Path, kind: type) -> np.ndarray:
@@ -369,7 +367,7 @@ def _write(
     folder: Path, manifest: Path, identity: dict[str, object], roots: tuple[str, ...], fields: TextFields | None
 ) -> ManifestIndex:
     """Build the index block by block, so that memory does not grow with the rows, and store it in `folder`."""
-    partial = folder.with_name(folder.name + ".partial")
+    partial = Path(f"{folder}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     broken: list[BrokenRow] = []
@@ -385,9 +383,9 @@ def _write(
     with open(partial / "broken.jsonl", "w", encoding="utf-8") as file:
         file.writelines(json.dumps(asdict(row)) + "\n" for row in broken)
     (partial / "sketch.json").write_text(json.dumps(sketch))
-    (partial / FORMAT_CHARACTERS).write_text(json.dumps((removed.characters, removed.texts, removed.unwritten_texts)))
+    (partial / FORMAT_CHARACTERS).write_text(removed.to_json())
     (partial / "index.json").write_text(json.dumps(identity))
-    # Renamed when complete: an interrupted build never leaves a partial index under the final name.
+    # An interrupted build never leaves a partial index under the final name.
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     arrays = {name: _memory_map(folder / name, kind) for name, kind in ARRAYS.items()}
@@ -412,7 +410,8 @@ def _scan_blocks(manifest: Path, roots: tuple[str, ...], fields: TextFields | No
     with ExitStack() as opened:
         run_each: Callable[..., Iterator[tuple[ManifestIndex, int]]] = map
         if len(edges) > 2:
-            pool = ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork"))
+            # A worker that outlived a killed parent would keep the lock of `open_index`, which it inherits.
+            pool = ProcessPoolExecutor(os.cpu_count(), get_context("fork"), begin_worker)
             run_each = opened.enter_context(pool).map
         scans = run_each(_scan, repeat(str(manifest)), edges[:-1], edges[1:], repeat(roots), repeat(fields))
         # A block counts its lines from 1; only here the lines of all earlier blocks are known.

@@ -32,14 +32,7 @@ from konkanivani.data.batching import Batch, Example, GlobalBatch, check_tokens
 from konkanivani.data.dataset import EvalDataset, TrainDataset
 from konkanivani.data.manifest import Rejection
 from konkanivani.data.staging import StagingBuffers
-from konkanivani.errors import (
-    DataError,
-    KonkaniVaniError,
-    ResourceError,
-    defer_signals,
-    end_worker_with_parent,
-    stopping_signals,
-)
+from konkanivani.errors import DataError, KonkaniVaniError, ResourceError, begin_worker, defer_signals
 
 Value = TypeVar("Value", GlobalBatch, Batch)
 """Item of a data loader: a global batch for training, or a batch for evaluation."""
@@ -468,12 +461,8 @@ def _describe_failure(workers: Sequence[BaseProcess], fetcher: Fetcher[Value], w
 
 
 def _begin_worker(_worker: int) -> None:
-    """Make a worker ignore the stopping signals and end with the training process."""
-    # Ctrl-C and a closed terminal signal the whole process group; only the training process decides when workers end.
-    for number in stopping_signals():
-        signal.signal(number, signal.SIG_IGN)
     sys.excepthook = _log_if_parent_alive
-    end_worker_with_parent()
+    begin_worker()
 
 
 def _log_if_parent_alive(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:

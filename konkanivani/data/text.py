@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 import re
 import unicodedata
 from collections import Counter
@@ -119,6 +120,16 @@ class FormatCharacterCount:
         self.characters += other.characters
         self.texts += other.texts
         self.unwritten_texts += other.unwritten_texts
+
+    def to_json(self) -> str:
+        """Return the counts as JSON."""
+        return json.dumps((self.characters, self.texts, self.unwritten_texts))
+
+    @classmethod
+    def from_json(cls, content: str) -> "FormatCharacterCount":
+        """Return the counts of `to_json`; raise a ValueError or TypeError for other content."""
+        characters, texts, unwritten_texts = json.loads(content)
+        return cls(Counter(dict(characters)), int(texts), int(unwritten_texts))
 
     def sentence(self, keeps_joiners: bool = False) -> str:
         """Return one sentence with the counts; empty if nothing is removed. Written text keeps its joiners."""

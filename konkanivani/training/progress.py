@@ -380,8 +380,8 @@ class Utilisation:
     def model_flops_utilisation(self, global_batch: GlobalBatch, seconds: float) -> float:
         """Return the model FLOP/s of the step as a fraction of the device's rate (MFU).
 
-        Definition: Chowdhery et al., 2022, appendix B. Padding and recomputation do not count as model FLOP. Gradients of
-        frozen weights, which are not computed, do count: the value is too high for LoRA and frozen layers.
+        Definition: Chowdhery et al., 2022, appendix B. Padding and recomputation do not count as model FLOP. Gradients
+        of frozen weights, which are not computed, do count: the value is too high for LoRA and frozen layers.
         """
         return self.global_batch_flop(global_batch) / (seconds * self.rate)
 
