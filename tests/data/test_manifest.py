@@ -1,8 +1,11 @@
 """The manifest index, the stored token counts and the selection by them equal a full read of every row."""
 
+import fcntl
 import json
 import os
 import pickle
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +23,7 @@ from konkanivani.data.index import MISSING, ManifestIndex, open_index
 from konkanivani.data.manifest import Manifest, read_manifest
 from konkanivani.data.text import Tokenizer, normalize_text, train_tokenizer
 from konkanivani.lengths import SAMPLE_RATE, ctc_frames_needed, speed_perturbed_samples
+from tests.conftest import ROOT
 
 WORDS = ("एक", "दोन", "तीन", "चार", "पांच", "सात", "आठ", "णव")
 
@@ -209,3 +213,58 @@ def test_micro_batch_sizes_respect_limits_and_padding_is_counted(seconds):
         first, padded = first + size, padded + size * longest
     assert padded_seconds(np.array(seconds), limits) == pytest.approx(padded)
     assert padded >= sum(seconds) * (1 - 1e-12)
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from konkanivani.data import index
+
+def scan(*arguments):
+    print("scanning", flush=True)
+    time.sleep(60)
+
+index._scan, index.SMALL_BYTES, index.BLOCK_BYTES = scan, 0, 700
+index.open_index(Path(sys.argv[1]))
+"""
+
+
+def test_workers_of_a_killed_process_release_its_lock(tmp_path):
+    path = write_rows(tmp_path)
+    killed = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert killed.stdout is not None and "scanning\n" in killed.stdout  # read up to this line
+    with open(path, "rb") as file:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        killed.kill()
+        killed.wait()
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                assert time.monotonic() < deadline, "orphaned workers hold the lock"
+                time.sleep(0.05)
+    killed.stdout.close()
+
+
+def test_cut_index_and_token_counts_are_made_again(stored_index, tmp_path, tokenizer):
+    path = write_rows(tmp_path)
+    manifest = read_manifest(path)
+    expected = as_rows(manifest)
+    counts = count_tokens(manifest, tokenizer, "keep").tokens.tolist()
+    folder = tmp_path / "train.jsonl.index"
+    (stored,) = folder.glob("tokens-*")
+    stored.write_bytes(stored.read_bytes()[:-8])
+    assert count_tokens(manifest, tokenizer, "keep").tokens.tolist() == counts
+    durations = folder / "durations"
+    durations.write_bytes(durations.read_bytes()[:-8])
+    assert as_rows(read_manifest(path)) == expected
+
+
+def test_failed_index_leaves_no_partial_folder(stored_index, tmp_path, monkeypatch, capsys):
+    path = write_rows(tmp_path)
+    monkeypatch.setattr(index.FormatCharacterCount, "to_json", lambda self: os.write(-1, b""))  # EBADF, as a full disk
+    assert as_rows(read_manifest(path)) == read_without_index(path)
+    assert "cannot be stored" in capsys.readouterr().out and not list(tmp_path.glob("*.index*"))
