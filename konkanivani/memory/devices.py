@@ -1,4 +1,6 @@
-"""GPUs known by name, and memory that training takes on a device besides the traced tensors. Does not import torch.
+"""GPUs known by name, free memory of the host, and memory that training takes besides the traced tensors.
+
+Does not import torch.
 
 Memory is the size that PyTorch reports, slightly below the nominal size. Compute capabilities are from NVIDIA's list
 (developer.nvidia.com/cuda-gpus).
@@ -13,6 +15,63 @@ from pathlib import Path
 from konkanivani.config import TrainConfig
 from konkanivani.console import GIB, MIB, parse_budget
 from konkanivani.errors import UsageError
+
+# --------------------
+# Free memory of the host, within the limits of the process's control groups (containers, Slurm, systemd).
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+NO_LIMIT = 2**62
+# Limit, use, and the part of the use that is cache of files and can be freed at once, for versions 2 and 1:
+# https://docs.kernel.org/admin-guide/cgroup-v2.html and .../cgroup-v1/memory.html
+CGROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def available_host_bytes() -> int:
+    """Return the bytes of host memory that this process can still allocate without swapping."""
+    return min([_system_available(), *map(_left_in_cgroup, _memory_cgroups())])
+
+
+def _system_available() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return 4 * 2**30  # unknown: assume a small machine
+
+
+def _memory_cgroups() -> list[Path]:
+    """Return the folders of the process's control groups for memory and of all their parents."""
+    try:
+        lines = OWN_CGROUPS.read_text().splitlines()
+    except OSError:
+        lines = []
+    # In a container, the group's path may be the host's, which does not exist: the root has the limits.
+    folders = [CGROUPS, CGROUPS / "memory"]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        root = CGROUPS if not controllers else CGROUPS / "memory"
+        if not controllers or "memory" in controllers.split(","):
+            folder = root / path.lstrip("/")
+            folders += [folder, *(parent for parent in folder.parents if parent.is_relative_to(root))]
+    return list(dict.fromkeys(folders))
+
+
+def _left_in_cgroup(folder: Path) -> int:
+    """Return the bytes left under the limit of a control group; NO_LIMIT if it has none."""
+    for limit, use, cache in CGROUP_FILES:
+        try:
+            left = int((folder / limit).read_text()) - int((folder / use).read_text())
+            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            return left + int(statistics.get(cache, 0))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return NO_LIMIT
+
 
 # --------------------
 # Memory that training takes on a device in addition to the traced tensors. Does not import torch.

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from konkanivani.console import GIB, MIB
 from konkanivani.errors import ResourceError
+from konkanivani.memory.devices import available_host_bytes
 
 # --------------------
 # Free memory of the GPU and the other processes that use it, as reported by the driver (NVML).
@@ -189,8 +190,6 @@ def _read_card_of(device: torch.device, nvml: Any) -> Card | None:
 
 
 SHARE_OF_FREE = 0.9  # the rest is a reserve for other programs
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-CGROUP_USE = Path("/sys/fs/cgroup/memory.current")
 
 
 def available_bytes(device: torch.device) -> int:
@@ -199,7 +198,7 @@ def available_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         # Memory cached by this process's allocator is free for training, too.
         return int(SHARE_OF_FREE * (free + torch.cuda.memory_reserved(device)))
-    return int(SHARE_OF_FREE * min(_system_available(), _cgroup_available()))
+    return int(SHARE_OF_FREE * available_host_bytes())
 
 
 def enforce_budget(device: torch.device, budget: int, context: int) -> None:
@@ -241,22 +240,6 @@ class BudgetWatch:
                 "--memory_budget, or with --gradient_checkpointing auto."
             )
         return is_beyond
-
-
-def _system_available() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError, IndexError):
-        return 4 * 2**30  # unknown: assume a small machine
-
-
-def _cgroup_available() -> int:
-    """Return the bytes left under the container's cgroup limit; 2**62 if there is no limit."""
-    try:
-        return int(CGROUP_LIMIT.read_text()) - int(CGROUP_USE.read_text())
-    except (OSError, ValueError):  # no such file, or "max"
-        return 2**62
 
 
 # --------------------

@@ -13,6 +13,7 @@ import torch
 from konkanivani.console import MIB
 from konkanivani.distributed import ALONE
 from konkanivani.errors import CheckpointError
+from konkanivani.memory import devices
 from konkanivani.memory import monitor as monitor_module
 from konkanivani.memory.monitor import CacheClearing, MemoryMonitor, reset_peak_resident
 from konkanivani.memory.monitor import peak_resident_mib as system_peak_mib
@@ -304,3 +305,42 @@ def test_seconds_of_a_phase_are_summed_over_its_occurrences(monkeypatch):
     for phase in ("forward", "backward", "forward"):
         monitor.end_phase(phase)
     assert [monitor.seconds_of(phase) for phase in ("forward", "backward", "save")] == [4.0, 0.5, 0.0]
+
+
+@pytest.fixture
+def cgroups(tmp_path, monkeypatch):
+    """Return a function that makes control groups with a limit, a use and cached files in bytes."""
+    monkeypatch.setattr(devices, "CGROUPS", tmp_path)
+    monkeypatch.setattr(devices, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(devices, "_system_available", lambda: 100_000)
+
+    def make(path: str, names: tuple[str, str, str], limit: str, use: int, cached: int) -> None:
+        folder = tmp_path / path
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / names[0]).write_text(f"{limit}\n")
+        (folder / names[1]).write_text(f"{use}\n")
+        (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cached}\n")
+
+    return make
+
+
+@pytest.mark.parametrize("version, line", [(2, "0::/job/step"), (1, "4:cpu,memory:/job/step")])
+def test_available_memory_is_within_all_control_groups(cgroups, tmp_path, version, line):
+    names = devices.CGROUP_FILES[2 - version]
+    root = "" if version == 2 else "memory/"
+    (tmp_path / "own").write_text(f"1:pids:/\n{line}\n")
+    cgroups(f"{root}job/step", names, "max", 10, 0)
+    assert devices.available_host_bytes() == 100_000
+    cgroups(f"{root}job", names, "50000", 45_000, 30_000)
+    # Files in the cache can be freed at once.
+    assert devices.available_host_bytes() == 50_000 - 45_000 + 30_000
+    cgroups(f"{root}job/step", names, "20000", 1_000, 0)
+    assert devices.available_host_bytes() == 19_000
+
+
+def test_available_memory_is_within_the_limit_of_a_container(cgroups, tmp_path):
+    (tmp_path / "own").write_text("0::/path/of/the/host\n")
+    cgroups("", devices.CGROUP_FILES[0], "7000", 1_000, 0)
+    assert devices.available_host_bytes() == 6_000
+    (tmp_path / "memory.max").write_text("unreadable")
+    assert devices.available_host_bytes() == 100_000
