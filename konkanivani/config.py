@@ -438,6 +438,14 @@ class TrainConfig:
         return data.batch_size * micro_batches
 
     @property
+    def has_fixed_global_batch(self) -> bool:
+        """Whether flags set the utterances per optimizer step; otherwise they follow from the corpus and the ranks."""
+        data = self.data
+        if data.batch_size == AUTO:
+            return data.effective_batch_size is not None
+        return data.gradient_accumulation_steps != AUTO
+
+    @property
     def is_planned(self) -> bool:
         """Whether a memory plan chooses the micro-batches and the recomputed blocks."""
         asks = self.data.batch_size, self.memory.gradient_checkpointing

@@ -85,11 +85,11 @@ class CorpusSize:
     @property
     def global_batch_size(self) -> int:
         """Utterances per optimizer step."""
+        # Each rank needs at least one utterance.
         if not self.is_little:
-            return DEFAULT_EFFECTIVE_BATCH_SIZE
+            return max(DEFAULT_EFFECTIVE_BATCH_SIZE, self.ranks)
         seconds_each = 3600 * self.hours / max(1, self.utterances)
         target_size = round(min(DEFAULT_EFFECTIVE_BATCH_SIZE, GLOBAL_BATCH_SECONDS / max(seconds_each, 1e-9)))
-        # Each rank needs at least one utterance.
         return max(MIN_GLOBAL_BATCH_SIZE, self.ranks, target_size)
 
 

@@ -232,19 +232,30 @@ def digest_of_data(config: TrainConfig) -> str:
     return digest_of_files(Path(path) for path in named_manifests(config).values())
 
 
-def check_ranks(config: TrainConfig, topology: Topology) -> None:
-    """Raise a UsageError if the ranks cannot train with these flags.
+def check_global_batch(config: TrainConfig, topology: Topology) -> None:
+    """Raise a UsageError unless the global batch has at least one utterance per rank."""
+    if problems := _few_utterances(config, topology):
+        raise UsageError(f"These ranks cannot train: {'; '.join(problems)}.")
 
-    The global batch needs at least one utterance per rank, and torchrun --max_restarts needs --resume auto.
+
+def _few_utterances(config: TrainConfig, topology: Topology) -> list[str]:
+    if config.global_batch_size >= topology.world_size:
+        return []
+    return [
+        f"the effective batch is {count(config.global_batch_size, 'utterance')}, fewer than the {topology.world_size} "
+        "ranks: use a larger --batch_size or --gradient_accumulation_steps, or fewer ranks"
+    ]
+
+
+def check_ranks(config: TrainConfig, topology: Topology) -> None:
+    """Raise a UsageError if the ranks cannot train with these flags: torchrun --max_restarts needs --resume auto.
+
+    A global batch that the flags set is checked as in `check_global_batch`; that of a checkpoint is not known yet.
     """
     run = config.run
     problems = []
-    if config.global_batch_size < topology.world_size:
-        problems.append(
-            f"the effective batch is {count(config.global_batch_size, 'utterance')}, fewer than the "
-            f"{topology.world_size} ranks: use a larger --batch_size or --gradient_accumulation_steps, or "
-            "fewer ranks"
-        )
+    if config.has_fixed_global_batch and not run.resume:
+        problems += _few_utterances(config, topology)
     if topology.max_restarts and (run.fresh or run.resume not in (None, "auto")):
         flag = "--fresh" if run.fresh else f"--resume {run.resume}"
         problems.append(

@@ -33,7 +33,7 @@ from konkanivani.inference.speech_model import (
 from konkanivani.lengths import TOKENS
 from konkanivani.models.architecture import Architecture, architecture_of
 from konkanivani.models.hub import locate_model
-from konkanivani.recipe.preflight import check_disk, check_paths, check_ranks, named_manifests
+from konkanivani.recipe.preflight import check_disk, check_global_batch, check_paths, check_ranks, named_manifests
 from konkanivani.recipe.run_folders import take_log_folder
 from konkanivani.rules import check_input_flags, settings_of, with_text_defaults, with_values
 from konkanivani.training.logbook import LOG_NAME
@@ -339,6 +339,7 @@ def settle(start: Start, amount: CorpusSize) -> Start:
     if start.initial and not config.tuning.new_tokenizer:
         config = as_stored(config, config_from_text(start.initial.config), names=("tokenizer_type",))
     config = resolve(config, amount)
+    check_global_batch(config, start.topology)
     if decided := decisions(requested, config):
         speech = f"{duration_words(amount.hours)} of speech" if amount.hours < math.inf else "a text-to-text model"
         say(f"Automatic settings for {speech}: {decided}")

@@ -362,6 +362,7 @@ def finish_and_save_epoch(
     """Validate the epoch just consumed and save it."""
     state = run.state
     best_score = state.best_score
+    without_improvement = state.epochs_without_improvement
     with save_on_error(saver):
         is_best = finish_epoch(run, interruptible)
     # Outside of save_on_error: a failure of this save must not trigger another one.
@@ -369,6 +370,7 @@ def finish_and_save_epoch(
     if all_reduce_max(run.topology, not is_saved):
         # Still the score of the weights in checkpoint_best.pt, which the next epochs must surpass.
         state.best_score = best_score
+        state.epochs_without_improvement = without_improvement + 1
 
 
 def print_failures(run: Run, learning: EpochLearning) -> None:

@@ -1,5 +1,6 @@
 """Several ranks of the real script: killed, out of memory, with different flags, or too many."""
 
+import dataclasses
 import os
 import random
 import re
@@ -14,10 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.config import DataConfig, RunConfig, TrainConfig
+from konkanivani.config import DataConfig, PretrainedConfig, RunConfig, TrainConfig
 from konkanivani.distributed import ALONE, Topology, read_topology
 from konkanivani.errors import UsageError
-from konkanivani.recipe.preflight import check_ranks, take_card
+from konkanivani.flags import CorpusSize, resolve
+from konkanivani.recipe.preflight import check_global_batch, check_ranks, take_card
 from tests.conftest import (
     TINY_MODEL,
     TRAINER,
@@ -172,6 +174,17 @@ def test_settings_invalid_for_several_ranks_are_rejected():
     check_ranks(make_config(), TWO)
     with pytest.raises(UsageError, match="the effective batch is 1 utterance, fewer than the 2 ranks"):
         check_ranks(make_config(batch=1), TWO)
+    many = Topology(world_size=12, local_world_size=12)
+    # With the default flags, the global batch has an utterance for each rank; that of a checkpoint is checked later.
+    defaults = TrainConfig()
+    tuned = TrainConfig(pretrained=PretrainedConfig(pretrained="folder"))
+    for config in (defaults, tuned, dataclasses.replace(make_config(batch=1), run=RunConfig(resume="auto"))):
+        check_ranks(config, many)
+    for config in (defaults, tuned):
+        for hours in (0.1, 1000.0):
+            check_global_batch(resolve(config, CorpusSize(hours, 1000, ranks=12)), many)
+    with pytest.raises(UsageError, match="the effective batch is 1 utterance, fewer than the 12 ranks"):
+        check_global_batch(make_config(batch=1), many)
     restarting = Topology(world_size=2, local_world_size=2, max_restarts=3)
     check_ranks(make_config(resume="auto"), restarting)
     for run in ({"fresh": True}, {"resume": "some.pt"}):
