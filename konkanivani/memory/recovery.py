@@ -66,6 +66,8 @@ class MicroBatchPlan:
 
         The order is: one micro-batch at a time, halved micro-batches, all blocks recomputed, small chunks.
         """
+        if not self.micro_batches:  # a rank without utterances has only its gradients
+            return None
         if self.concurrent_micro_batches > 1:
             return dataclasses.replace(self, concurrent_micro_batches=1)
         if self.largest_size > 1:
@@ -206,7 +208,7 @@ class OomAttempt(Generic[Result]):
                 raise RuntimeError("The attempt has neither a result nor an error.")
             return self.result
         if self.plan.smaller() is None:
-            raise _out_of_memory_error(self.plan.largest, self.reason)
+            raise _out_of_memory_error(self.plan, self.reason)
         oom_history.remember(self.plan)
         size = self.plan.largest.size
         longest = self.plan.largest.length_text
@@ -267,7 +269,7 @@ class OomRetry(Generic[Result]):
             own_outcome = Outcome.SPLIT
             smaller = attempt.plan.smaller()
             if smaller is None:
-                raise _out_of_memory_error(attempt.plan.largest, attempt.reason)
+                raise _out_of_memory_error(attempt.plan, attempt.reason)
         # A rank that is done stays in this loop: it takes part in the all-reduce after each retry of the others.
         while (of_all := self._all_reduce_max(own_outcome)) is Outcome.SPLIT:
             self.retries += 1
@@ -306,8 +308,13 @@ def _report_retry(plan: MicroBatchPlan, smaller: MicroBatchPlan) -> None:
     )
 
 
-def _out_of_memory_error(batch: Batch, reason: str) -> ResourceError:
-    utterance = f"{', '.join(batch.utterance_ids)} of {batch.length_text}"
+def _out_of_memory_error(plan: MicroBatchPlan, reason: str) -> ResourceError:
+    if not plan.micro_batches:
+        return ResourceError(
+            f"Out of memory on a rank without utterances ({reason.rstrip('.')}). Use a smaller --preset or "
+            "--mixed_precision, or stop other programs that use memory."
+        )
+    utterance = f"{', '.join(plan.largest.utterance_ids)} of {plan.largest.length_text}"
     return ResourceError(
         f"Out of memory with a micro-batch of one: {utterance} does not fit ({reason.rstrip('.')}). Use a "
         "lower --max_duration (--max_validation_duration for validation and test sets), a smaller --preset or "

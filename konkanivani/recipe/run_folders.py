@@ -6,6 +6,7 @@ a message, and never overwritten.
 
 import contextlib
 import dataclasses
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -77,8 +78,12 @@ def _lock(run: RunConfig, copied_from: Path | None) -> RunLock | None:
     lock = RunLock(folder, LOGGING, note=os.path.relpath(_checkpoints_of(run), os.path.realpath(folder)))
     if copied_from and is_new:
         # Only into a new folder: a second start must not copy the original's log over its own.
-        with lock.errors_explained():
-            shutil.copytree(copied_from, folder, ignore=shutil.ignore_patterns(LOCK_NAME), dirs_exist_ok=True)
+        try:
+            with lock.errors_explained():
+                shutil.copytree(copied_from, folder, ignore=shutil.ignore_patterns(LOCK_NAME), dirs_exist_ok=True)
+        except BaseException:
+            lock.path.unlink(missing_ok=True)  # the next start has to copy again
+            raise
     return lock
 
 
@@ -238,7 +243,8 @@ def open_logs(
     config: TrainConfig, step: StepParts, state: TrainState, run_directory: Path | None, watch: BudgetWatch
 ) -> RunLogs:
     """Return the logs of a run; they are written to `run_directory`, on the first rank only."""
-    logbook = Logbook(run_directory, resumed=Resumed(state.step, state.skipped_steps, state.epochs_finished))
+    resumed = Resumed(state.step, state.skipped_steps, state.epochs_finished, state.initial_cer < math.inf)
+    logbook = Logbook(run_directory, resumed=resumed)
     logbook.log_settings(config_to_text(config))
     forward = step.forward
     return RunLogs(

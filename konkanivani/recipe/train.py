@@ -188,23 +188,29 @@ def costliest_global_batches(run: Run) -> list[tuple[str, GlobalBatch]]:
         costliest = max(run.plan.buckets, key=lambda bucket: bucket.peak)
         inside = np.flatnonzero(durations / min(speech.speeds) <= costliest.seconds)
         orders.append(("the highest planned peak", inside[np.argsort(-durations[inside], kind="stable")]))
-    global_batches = [(name, _global_batch_of(run, slowest, order)) for name, order in orders]
-    return [
-        pair
-        for number, pair in enumerate(global_batches)
-        if _ids(pair[1]) not in [_ids(w) for _, w in global_batches[:number]]
-    ]
+    global_batches: list[tuple[str, GlobalBatch]] = []
+    for name, order in orders:
+        global_batch = _global_batch_of(run, slowest, order)
+        known = [_ids(other) for _, other in global_batches]
+        if global_batch is not None and _ids(global_batch) not in known:
+            global_batches.append((name, global_batch))
+    return global_batches
 
 
 def _ids(global_batch: GlobalBatch) -> list[tuple[str, ...]]:
     return [batch.utterance_ids for batch in global_batch.micro_batches]
 
 
-def _global_batch_of(run: Run, speech: TrainDataset, order: np.ndarray) -> GlobalBatch:
-    """Return the first utterances of the order, up to one full micro-batch, as two identical micro-batches."""
+def _global_batch_of(run: Run, speech: TrainDataset, order: np.ndarray) -> GlobalBatch | None:
+    """Return the first utterances of the order, up to one full micro-batch, as two identical micro-batches.
+
+    None if it has no readable utterance: the plan of a resumed run may be of longer ones.
+    """
     stream = run.data.global_batches
     readable = _readable_examples(run, speech, order)
-    first = next(readable)
+    first = next(readable, None)
+    if first is None:
+        return None
     most = min(largest_size(first.seconds, stream.limits), stream.planner.global_batch_size)
     speeches = [first, *islice(readable, most - 1)]
     piece = split_into_micro_batches(speeches, stream.limits, run.data.tokenizer.special)

@@ -140,7 +140,7 @@ class Logbook:
             directory = Path(directory)
             self._sinks = (
                 JsonLinesSink(directory / LOG_NAME, resumed),
-                TensorBoardSink(directory, resumed.step),
+                TensorBoardSink(directory, resumed),
                 ConsoleSink(),
             )
         self._warned: set[tuple[str, type, int | None]] = set()

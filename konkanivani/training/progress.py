@@ -40,11 +40,13 @@ class Resumed:
         step: optimizer steps so far.
         skipped_steps: global batches skipped so far.
         epochs_finished: epochs validated so far.
+        has_initial_scores: whether initial weights were validated, which is logged before the first step.
     """
 
     step: int = 0
     skipped_steps: int = 0
     epochs_finished: int = 0
+    has_initial_scores: bool = False
 
 
 FROM_NOTHING = Resumed()

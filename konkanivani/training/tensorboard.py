@@ -23,9 +23,11 @@ from konkanivani.scoring.metrics import align_words
 from konkanivani.training.progress import (
     CURVES,
     DRAWN_PHASES,
+    FROM_NOTHING,
     HypothesisPair,
     Record,
     RehearsalRecord,
+    Resumed,
     SettingsRecord,
     SkipRecord,
     SpectrogramRecord,
@@ -56,11 +58,11 @@ class TensorBoardSink:
     the next record opens new files, since the last event of the old one may be incomplete.
     """
 
-    def __init__(self, directory: Path, resumed_step: int):
+    def __init__(self, directory: Path, resumed: Resumed):
         self.name = f"TensorBoard in {directory}"
         self._directory = directory
         # A fresh start purges everything, including the settings that an earlier one logged at step 0.
-        self._purge_step = resumed_step + 1 if resumed_step else 0
+        self._purge_step = 0 if resumed == FROM_NOTHING else resumed.step + 1
         self._purged: set[str] = set()
         self._writers: dict[str, SummaryWriter] = {}
 

@@ -434,10 +434,13 @@ def test_skipped_step_does_not_save_again():
     assert saves == [0, 0, 0, 1, 1, 1, 1, 2]
 
 
-def test_failed_save_of_the_best_epoch_leaves_the_score_of_the_stored_one(corpus, tmp_path):
-    """Scores 0.9, 0.5 (its save fails), 0.7: the third epoch is the best of the stored ones."""
+@pytest.mark.parametrize("third, best, without_improvement", [(0.7, 0.7, 0), (0.95, 0.9, 2)])
+def test_failed_save_of_the_best_epoch_leaves_the_score_of_the_stored_one(
+    corpus, tmp_path, third, best, without_improvement
+):
+    """Scores 0.9, 0.5 (its save fails), and a third: it is compared with the best of the stored ones."""
     run = build_run(begin_run([*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path), "--epochs", "3"]))
-    scores = iter((0.9, 0.5, 0.7))
+    scores = iter((0.9, 0.5, third))
     saved = []
     save = Checkpointer.save
 
@@ -456,8 +459,9 @@ def test_failed_save_of_the_best_epoch_leaves_the_score_of_the_stored_one(corpus
         )
         patch.setattr(Checkpointer, "save", failing_save)
         train(run)
-    assert [each for each in saved if each[0] is not None] == [(1, True), (2, True), (3, True)]
-    assert run.state.best_score == 0.7
+    assert [each for each in saved if each[0] is not None] == [(1, True), (2, True), (3, third < 0.9)]
+    assert run.state.best_score == best
+    assert run.state.epochs_without_improvement == without_improvement
 
 
 def test_failed_final_save_raises():

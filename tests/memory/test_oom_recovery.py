@@ -12,7 +12,7 @@ from konkanivani.command_line import is_out_of_memory
 from konkanivani.data.batching import Batch, split_batch
 from konkanivani.errors import CheckpointError, ResourceError
 from konkanivani.lengths import CHUNK_FRAMES, SMALL_CHUNK_FRAMES
-from konkanivani.memory.recovery import MicroBatchPlan, OomHistory
+from konkanivani.memory.recovery import MicroBatchPlan, OomHistory, OomRetry
 from konkanivani.recipe.build import build_run
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
@@ -62,6 +62,16 @@ def test_plan_shrinks_to_single_utterances_recomputation_small_chunks():
     assert sizes == [[3, 1], [2, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]]
     assert [cut.recomputes_all for cut in cuts] == [False] * 3 + [True] * 2
     assert [cut.chunk_frames for cut in cuts] == [CHUNK_FRAMES] * 4 + [SMALL_CHUNK_FRAMES]
+
+
+def test_rank_without_utterances_that_runs_out_of_memory_gives_a_resource_error():
+    empty = MicroBatchPlan((), recomputes_all=False)
+    assert empty.smaller() is None
+    attempts = OomRetry(empty, OomHistory(0), undo=lambda: None)
+    with pytest.raises(ResourceError, match="Out of memory on a rank without utterances"):
+        for attempt in attempts:
+            with attempt:
+                raise MemoryError
 
 
 def test_chunks_that_are_already_smaller_are_kept():

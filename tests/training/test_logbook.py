@@ -226,6 +226,19 @@ def test_complete_last_line_without_newline_is_kept(tmp_path):
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
 
 
+def test_validation_of_initial_weights_is_kept_when_resumed_before_the_first_step(tmp_path):
+    initial = replace(make_validation(0), epoch=0)
+    log_all(tmp_path, initial)
+    log_all(tmp_path, make_step(1), resumed=Resumed(has_initial_scores=True))
+    assert [line["kind"] for line in lines_of(tmp_path)] == ["validation", "step"]
+    tag = "1 error rates/CER"
+    events = events_of(tmp_path / "validation")
+    assert [event.step for event in events.Scalars(tag)] == [0]
+    # Negative control: a new run in the same folder starts an empty log.
+    log_all(tmp_path, make_step(1))
+    assert [line["kind"] for line in lines_of(tmp_path)] == ["step"]
+
+
 def test_resuming_at_step_0_starts_an_empty_log(tmp_path):
     for _ in range(2):
         with Logbook(tmp_path) as logbook:
