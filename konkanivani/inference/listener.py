@@ -299,10 +299,11 @@ class Listener:
 
     def _clear_partial(self) -> list[Event]:
         """Return an empty partial result if words are shown that turned out to be noise."""
+        # Also words that a cut carried over, if silence follows: the next sentence does not start with them.
+        self._agreement = LocalAgreement()
         if self.partial is None:
             return []
         cleared = Partial("", "", self.partial.start)
-        self._agreement = LocalAgreement()
         self.partial = None
         return [cleared]
 

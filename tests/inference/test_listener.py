@@ -254,6 +254,16 @@ def test_speech_without_pause_is_joined_from_cut_pieces(trained):
     assert error_rates([whole], [" ".join(final.text for final in result)]).wer <= 0.2
 
 
+def test_words_carried_over_a_cut_do_not_start_the_next_sentence(trained):
+    listener = Listener(trained.recognizer, 16_000)
+    listener.accept(quiet(0.5))
+    listener._agreement.fixed = ["carried"]  # as a cut leaves them, if no speech follows
+    listener.accept(quiet(0.5))
+    events = listener.accept(recording()) + listener.finish()
+    assert not any("carried" in event.fixed for event in events if isinstance(event, Partial))
+    assert not any(event.changed for event in events if isinstance(event, Final))
+
+
 def test_passes_replaced_within_a_block_are_skipped(trained, monkeypatch):
     passes = []
     greedy = Recognizer.recognize_prefix
