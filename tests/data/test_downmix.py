@@ -1,5 +1,6 @@
 """Channels of opposite phase and one-sided recordings are not averaged to silence; other channels are averaged."""
 
+import multiprocessing
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,6 +45,22 @@ def test_opposite_phases_use_the_louder_channel_and_report_once(tmp_path, capsys
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert "channel 0" in captured.err and "stereo.wav" in captured.err and "opposite" in captured.err
+
+
+def test_worker_of_a_data_loader_names_only_the_first_files(tmp_path, capfd):
+    samples = np.stack([voice(), -0.9 * voice()], axis=1)
+
+    def load_five() -> None:
+        for number in range(5):
+            channels.mix(samples, AudioSource(str(tmp_path / f"{number}.wav")))
+
+    worker = multiprocessing.get_context("fork").Process(target=load_five)
+    worker.start()
+    worker.join()
+    assert worker.exitcode == 0 and capfd.readouterr().err.count("Only channel") == channels.MAX_NAMED_BY_WORKER
+    # A command that reads recordings itself names each.
+    load_five()
+    assert capfd.readouterr().err.count("Only channel") == 5
 
 
 def test_opposite_phases_with_dc_offset_are_detected(tmp_path):

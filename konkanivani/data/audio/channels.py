@@ -6,6 +6,7 @@ S samples per channel, C channels.
 import itertools
 import sys
 from collections.abc import Iterable, Iterator
+from multiprocessing import parent_process
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ PIECE_FRAMES = 2**18
 
 CANCELLED = "its channels have opposite phases, so that their mean is nearly silent"
 ONE_SIDED = "only one of its channels has sound"
+# Files that a worker of a data loader names. New workers validate each epoch, and a corpus may have thousands.
+MAX_NAMED_BY_WORKER = 2
 
 _reported: set[str] = set()
 
@@ -120,10 +123,12 @@ def mix_blocks(blocks: Iterable[np.ndarray], source: AudioSource) -> Iterator[to
 
 
 def _report(channel: int | None, reason: str, source: AudioSource) -> int | None:
-    """Return the channel; print the file's name, once per process, if it is not None."""
+    """Return the channel; print the file's name, once per process, if it is not None; workers name only the first."""
     name = str(source.path)
-    if channel is not None and name not in _reported:
-        _reported.add(name)
+    if channel is None or name in _reported:
+        return channel
+    _reported.add(name)
+    if parent_process() is None or len(_reported) <= MAX_NAMED_BY_WORKER:
         advice = "Set the row's channel to choose another one."
         # On stderr: transcripts and JSON are on stdout.
         say(f"Only channel {channel} of {name} is used, because {reason}. {advice}", sys.stderr)
