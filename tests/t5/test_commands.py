@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from konkanivani.checkpoints.checkpoint import PRETRAINED_STATE, read_checkpoint
 from konkanivani.cli import evaluate, export
 from konkanivani.errors import KonkaniVaniError
 from konkanivani.flags import parse_args
+from konkanivani.inference.speech_model import build_speech_model, settings_of_weights
 from konkanivani.memory.plan import MemoryPlan
 from konkanivani.memory.weights import ON_CARD, OffloadedWeights
 from konkanivani.models.t5.folder import read_t5_folder
@@ -57,8 +59,6 @@ def log_records(folder: Path) -> list[dict[str, object]]:
 
 
 def checkpoint_weights(folder: Path, name: str = "checkpoint_last.pt") -> dict[str, torch.Tensor]:
-    from konkanivani.checkpoints.checkpoint import read_checkpoint
-
     return read_checkpoint(folder / "checkpoints" / name).states["model"]
 
 
@@ -94,6 +94,20 @@ def test_run_trains_validates_resumes_and_exports(tuning, base, tmp_path, capsys
     assert "decoder.blocks.1.self_attention.value.weight" in changed
     assert (tmp_path / "out" / "spiece.model").read_bytes() == (base / "spiece.model").read_bytes()
     assert (tmp_path / "out" / "config.json").read_bytes() == (base / "config.json").read_bytes()
+
+
+def test_run_with_the_vocabulary_of_mt5_is_loaded_and_resumed(tmp_path):
+    base = write_folder(tmp_path / "base", is_bytes=True, width=8, size=250_112)
+    run(*run_flags(base, tmp_path, "--max_steps", 1))
+    path = tmp_path / "checkpoints" / "checkpoint_last.pt"
+    checkpoint = read_checkpoint(path)
+    assert settings_of_weights(checkpoint).pretrained.pretrained == str(base)
+    assert build_speech_model(checkpoint, torch.device("cpu")).architecture.vocab_size == 250_112
+    assert run("--resume", str(path), "--max_steps", "2")["steps"] == 2
+    hostile = checkpoint.states[PRETRAINED_STATE] | {"vocab_size": 2**20 + 1}
+    with pytest.raises(KonkaniVaniError, match="invalid dimensions") as refused:
+        settings_of_weights(dataclasses.replace(checkpoint, states=checkpoint.states | {PRETRAINED_STATE: hostile}))
+    assert refused.value.exit_code == 4
 
 
 def test_dry_run_of_byt5_with_auto_batch_size_and_worker(tmp_path, capsys):
