@@ -467,7 +467,7 @@ def _check_filter_bank(tensors: Tensors, architecture: HybridArchitecture, path:
     # Filters stored in half precision are compared with a larger tolerance.
     tolerance = 1e-5 if file_bank.dtype == torch.float32 else 1e-3
     if (
-        file_bank.shape[1:] != built_bank.shape
+        file_bank.shape != (1, *built_bank.shape)
         or not (file_bank[0].float() - built_bank).abs().max() < tolerance * built_bank.max()
     ):
         raise refused(path, f"its {FILTER_BANK} does not match its settings", "Use another model")
