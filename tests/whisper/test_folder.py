@@ -202,6 +202,10 @@ BAD_FOLDERS = {
         change_json(GENERATION, suppress_tokens=[1_865]),
         "suppress_tokens in .* contains the token 1865",
     ),
+    "default list among other suppressed tokens": (
+        change_json(GENERATION, suppress_tokens=[-1, 5]),
+        "suppress_tokens in .* contains the token -1",
+    ),
     "negative language token": (
         change_json(GENERATION, lang_to_id={"<|xx|>": -1}),
         "lang_to_id in .* contains the token -1",
@@ -278,6 +282,8 @@ def test_valid_folder_is_accepted(whisper_folders, tmp_path):
     folder = tmp_path / "folder"
     shutil.copytree(whisper_folders["tiny"], folder)
     change_tensors(lambda result: result.update({"proj_out.weight": result[EMBEDDING].clone()}))(folder)
+    change_json(GENERATION, suppress_tokens=[-1], begin_suppress_tokens=[-1])(folder)
+    assert read_whisper_folder(folder).generation["suppress_tokens"] == [-1]
     write_or_remove(GENERATION, None)(folder)
     (folder / "processor_config.json").write_text(
         json.dumps({"feature_extractor": json.loads((folder / PREPROCESSOR).read_text())})
