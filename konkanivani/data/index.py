@@ -331,9 +331,7 @@ def open_index(manifest: Path, named_roots: tuple[str, ...] = (), fields: TextFi
                 index = _write(folder, manifest, identity, roots, fields)
             return index
     except OSError as error:
-        shutil.rmtree(
-            f"{folder}.partial", ignore_errors=True
-        )  # checkpoints need the space of a full disk
+        shutil.rmtree(f"{folder}.partial", ignore_errors=True)  # checkpoints need the space of a full disk
         say(f"The index cannot be stored in {folder} ({error.strerror or error}); it is rebuilt at each start.")
         return _join_blocks(list(_scan_blocks(manifest, roots, fields)))
 

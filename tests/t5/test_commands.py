@@ -198,6 +198,17 @@ FOLDERS: dict[str, tuple[FolderChange, int, str]] = {
         4,
         "must be relu or gated-gelu",
     ),
+    "list as activation": (
+        edit_json("config.json", feed_forward_proj=["relu"]),
+        4,
+        r"feed_forward_proj in its config.json is \['relu'\] but must be relu or gated-gelu",
+    ),
+    "object as activation": (edit_json("config.json", feed_forward_proj={}), 4, "is {} but must be relu or gated-gelu"),
+    "null as number of layers": (
+        edit_json("config.json", num_layers=None, num_decoder_layers=None),
+        4,
+        "num_layers in its config.json is None but must be a number",
+    ),
     "end token out of range": (edit_json("config.json", eos_token_id=200), 4, "eos_token_id in its config.json is 200"),
     "no config": (lambda at: (at / "config.json").unlink(), 4, "it has no config.json"),
     "no weights": (lambda at: (at / "model.safetensors").unlink(), 4, "it has no model.safetensors"),
@@ -269,6 +280,33 @@ def test_bad_folder_is_rejected_with_one_sentence(case, base, tmp_path):
     damage(tmp_path / "copy")
     check_failure(flags, code, message)
     assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "runs").exists()
+
+
+def test_null_as_number_of_decoder_layers_means_that_of_the_encoder(base, tmp_path):
+    shutil.copytree(base, tmp_path / "copy")
+    edit_json("config.json", num_decoder_layers=None)(tmp_path / "copy")
+    assert read_t5_folder(tmp_path / "copy").shape == read_t5_folder(base).shape
+
+
+def test_unreadable_tokenizer_is_rejected_with_one_sentence(base, tmp_path, monkeypatch):
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    path = base / "spiece.model"
+    check_failure(
+        run_flags(base, tmp_path), 6, f"^{path} cannot be read: Permission denied. Fix that and start again.$"
+    )
+
+
+def test_advice_for_a_checkpoint_of_a_text_model_names_its_export_flag(base, tmp_path):
+    run(*run_flags(base, tmp_path, "--max_steps", 1))
+    path = tmp_path / "checkpoints" / "checkpoint_last.pt"
+    native = [str(tmp_path / name) for name in ("train.jsonl", "new", "logs")]
+    flags = ("--train_manifest", "--checkpoint_dir", "--log_dir")
+    arguments = [word for pair in zip(flags, native, strict=True) for word in pair]
+    check_failure(["--init_from", str(path), *arguments], 2, "konkanivani export --folder, and give that folder")
+    check_failure(["--resume", str(path), "--max_input_tokens", "9"], 4, "konkanivani export --folder writes")
 
 
 ROWS = {
