@@ -13,6 +13,7 @@ import torch
 
 from konkanivani.config import PretrainedConfig, TrainConfig, TuningConfig
 from konkanivani.errors import CheckpointError, DataError, ResourceError, UsageError, explained
+from konkanivani.models.hub import BYTE_TOKENIZER, PIECES, TOKENIZER_CONFIG
 from konkanivani.models.model_files import (
     CONFIG,
     ModelFolder,
@@ -31,9 +32,6 @@ from konkanivani.models.t5.model import T5Shape, T5Variant
 from konkanivani.models.t5.vocabulary import Pieces, T5Tokens, T5Vocabulary, Utf8Bytes, limits_of
 from konkanivani.models.whisper.export import WrittenFolder, locate_base, named_as_in_files, other_base, write_copy
 
-PIECES = "spiece.model"
-TOKENIZER_CONFIG = "tokenizer_config.json"
-BYTE_TOKENIZER = "ByT5Tokenizer"
 MODEL_TYPES = ("t5", "mt5")
 HEAD = "lm_head.weight"
 EMBEDDING = "shared.weight"
