@@ -181,6 +181,28 @@ def defer_interrupt() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
+@contextlib.contextmanager
+def exit_cleanly_at_signals() -> Iterator[None]:
+    """Exit through the clean-up of the block at SIGTERM and SIGHUP, which else leave temporary files of gigabytes.
+
+    Handlers that are already installed stay.
+    """
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = [signal.SIGTERM, signal.SIGHUP] if is_main else []
+    replaced = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    for number in replaced:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in replaced:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def request_parent_death_signal(number: signal.Signals) -> None:
     """Make the kernel send this signal to this process when its parent exits for any reason."""
     LIBC.prctl(PR_SET_PDEATHSIG, number)

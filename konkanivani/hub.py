@@ -12,19 +12,16 @@ import hashlib
 import os
 import re
 import shutil
-import signal
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 
 from konkanivani.console import say
-from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError
+from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError, exit_cleanly_at_signals
 from konkanivani.files import PIECE_BYTES, atomic_replace
 
 Kind = Literal["model", "dataset"]
@@ -39,6 +36,7 @@ MAIN = "main"
 FOREIGN_ANSWER = "the answer is not the hub's but probably the login page of a proxy"
 SPARE_BYTES = 2**26  # disk space that stays free
 MARKER = ".unverified-"  # prefix of a file in the cache that names a file whose check has not ended
+ABSENT = ".no_exist"  # folder of the cache with an empty file for each file that a commit does not have
 TIMEOUT = 10.0  # seconds until a silent Hub counts as unreachable
 
 
@@ -141,6 +139,17 @@ class Repository:
             with atomic_replace(path) as partial:
                 partial.write_text(commit, encoding="ascii")
 
+    def store_absence(self, commit: str, name: str) -> None:
+        """Store that a commit has no such file, where `huggingface_hub` does, for later use without a network."""
+        path = self.folder / ABSENT / commit / name
+        with contextlib.suppress(OSError):  # a cache that is read-only is fine
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+
+    def is_absent(self, commit: str, name: str) -> bool:
+        """Return whether the cache states that a commit has no such file."""
+        return (self.folder / ABSENT / commit / name).is_file()
+
     def from_cache_or_hub(self, cached: Callable[[], Result | None], download: Callable[[], Result]) -> Result:
         """Return what `download` returns, or `cached`: for a commit if it has it, else if the Hub is unreachable.
 
@@ -198,7 +207,7 @@ class Repository:
         self._check_disk(missing)
         for file in missing:
             try:
-                with quiet(), _exit_cleanly_at_signals(), self._convert_errors(file.name), self._lock_folder():
+                with quiet(), exit_cleanly_at_signals(), self._convert_errors(file.name), self._lock_folder():
                     if file.is_in(folder):  # another process has downloaded it meanwhile
                         continue
                     self._check_etag(commit, file)
@@ -412,28 +421,6 @@ def quiet() -> Iterator[None]:
             logging.set_verbosity(level)
             if not were_disabled:
                 enable_progress_bars()
-
-
-@contextlib.contextmanager
-def _exit_cleanly_at_signals() -> Iterator[None]:
-    """Exit through the clean-up of the block at SIGTERM and SIGHUP, which else leave a temporary file of gigabytes.
-
-    Handlers that are already installed stay.
-    """
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    is_main = threading.current_thread() is threading.main_thread()
-    numbers = [signal.SIGTERM, signal.SIGHUP] if is_main else []
-    replaced = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
-    for number in replaced:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number in replaced:
-            signal.signal(number, signal.SIG_DFL)
 
 
 def root_reason(error: BaseException) -> str:

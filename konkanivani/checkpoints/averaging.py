@@ -81,6 +81,8 @@ def check_equal(first: Checkpoint, second: Checkpoint, description: str) -> None
 
 
 PROGRESS = "progress"
+# Settings outside of the group `model` that have to be equal too.
+EQUAL_SETTINGS = ("audio_context", "lora_rank", "lora_alpha", "lora_targets")
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,9 @@ def average_checkpoints(checkpoints: Iterable[NamedCheckpoint], allow_different_
 
     Sums are in float64. `checkpoints` may be a generator: the first, the newest and two more are in memory at most.
     Raises a CheckpointError if there is none, or if one differs from the first in shape, origin, tokenizer or (unless
-    allowed) run.
+    allowed) run. LoRA's matrices A and B are averaged apart, and mean(B) mean(A) is not mean(B A): the difference is
+    mean((B - mean(B)) (A - mean(A))), of second order for neighbouring epochs of one run. Two runs start from other
+    random matrices A, so that nothing bounds it: LoRA checkpoints of different runs are refused even if allowed.
     """
     sums: dict[str, torch.Tensor] = {}
     first: NamedCheckpoint | None = None
@@ -114,7 +118,7 @@ def average_checkpoints(checkpoints: Iterable[NamedCheckpoint], allow_different_
             # Integer buffers are not averaged.
             sums = {name: tensor.double() for name, tensor in model.items() if tensor.is_floating_point()}
         else:
-            if reasons := _reasons_against_averaging(first.checkpoint, entry.checkpoint):
+            if reasons := _reasons_against_averaging(first.checkpoint, entry.checkpoint, allow_different_runs):
                 raise CheckpointError(
                     f"{first.name} and {entry.name} cannot be averaged: {'; '.join(reasons)}. Average checkpoints of "
                     "one run."
@@ -196,22 +200,25 @@ def _without_optimizer_state(named: NamedCheckpoint) -> NamedCheckpoint:
     return dataclasses.replace(named, checkpoint=dataclasses.replace(named.checkpoint, states=states))
 
 
-def _reasons_against_averaging(first: Checkpoint, second: Checkpoint) -> list[str]:
+def _reasons_against_averaging(first: Checkpoint, second: Checkpoint, allow_different_runs: bool) -> list[str]:
     """Return reasons not to average two models: different settings of the shape, tokens or tensors."""
     if first.states.get(PRETRAINED_STATE) != second.states.get(PRETRAINED_STATE):
         return ["they started from different models"]
-    pairs = zip(settings_of(config_from_text(first.config)), settings_of(config_from_text(second.config)), strict=True)
+    configs = [config_from_text(checkpoint.config) for checkpoint in (first, second)]
     reasons = [
         f"--{first_setting.name} is {first_setting.value} in one and {second_setting.value} in the other"
-        for first_setting, second_setting in pairs
+        for first_setting, second_setting in zip(*map(settings_of, configs), strict=True)
         if first_setting.value != second_setting.value
-        # Dropout does not change the shape of a model. The audio context is not a setting of the group `model`, but has
-        # to be equal too.
+        # Dropout does not change the shape of a model.
         and (
-            first_setting.name == "audio_context"
-            or (first_setting.group == "model" and first_setting.name != "dropout")
+            first_setting.name in EQUAL_SETTINGS or (first_setting.group == "model" and first_setting.name != "dropout")
         )
     ]
+    if allow_different_runs and any(config.tuning.lora_rank for config in configs):
+        reasons.append(
+            "--allow_different_runs does not apply to runs with --lora_rank, whose low-rank matrices only have a "
+            "useful average within a run"
+        )
     if first.tokenizer != second.tokenizer or first.vocab_size != second.vocab_size:
         reasons.append(f"their tokenizers differ ({first.vocab_size} and {second.vocab_size} tokens)")
     if not reasons and _shapes_and_dtypes(first) != _shapes_and_dtypes(second):

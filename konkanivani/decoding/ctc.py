@@ -27,7 +27,7 @@ from konkanivani.models.decoder import DecoderCache
 # Log probabilities that differ by less than a step are a tie. Kernels round the same sum differently at other positions
 # of a batch; without steps, the last bit would decide ties, and results could differ from decoding one by one.
 STEPS_IN_A_NAT = 2**26
-# Beyond this number of steps (16,384 nats) below the best all are equal, so that rank and index fit into an int64.
+# Beyond this number of steps (16,384 nats) below the best all are equal.
 MAX_DISTANCE = 2**40
 
 
@@ -41,9 +41,12 @@ class Hypothesis:
 
 def first_best(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Return indices (B, count) of the highest scores (B, N), highest first; ties in order of index."""
+    # Keys have to fit into an int64: (distance + 2) * N <= 2**63. From 2**23 candidates on (a beam of 64 with 131,072
+    # tokens) the distance is smaller; 2**26 candidates still leave 1,024 nats.
+    distance = min(MAX_DISTANCE, 2 ** (63 - scores.shape[1].bit_length()))
     highest = scores.amax(dim=1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
-    ranks = ((scores - highest) * STEPS_IN_A_NAT).round().clamp(min=-MAX_DISTANCE)
-    ranks = ranks.masked_fill(scores == -math.inf, -MAX_DISTANCE - 1).long()
+    ranks = ((scores - highest) * STEPS_IN_A_NAT).round().clamp(min=-distance)
+    ranks = ranks.masked_fill(scores == -math.inf, -distance - 1).long()
     # All keys differ, so the result does not depend on how a device's topk breaks ties.
     keys = ranks * scores.shape[1] - torch.arange(scores.shape[1], device=scores.device)
     return keys.topk(count, dim=1).indices

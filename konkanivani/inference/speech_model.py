@@ -285,7 +285,10 @@ def settings_of_weights(checkpoint: Checkpoint) -> TrainConfig:
     counts = {"encoder": dimensions.encoder_layers, "decoder": dimensions.decoder_layers}
     layers = [f"{stack}.blocks.{count - 1}." for stack, count in counts.items() if count]
     has_all = architecture.has_base or all(any(n.startswith(last) for n in weights) for last in layers)
-    if not is_within_bounds(dimensions) or not has_all:
+    # Restoring a pretrained model has checked each of its dimensions against its family's own bound: its vocabulary may
+    # be larger than any dimension of this project's models (mT5 has 250,112 tokens).
+    is_bounded = PRETRAINED_STATE in checkpoint.states or is_within_bounds(dimensions)
+    if not is_bounded or not has_all:
         raise CheckpointError("The checkpoint's weights do not match its model dimensions. Use another checkpoint.")
     try:
         model = architecture.build_without_values()

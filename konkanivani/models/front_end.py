@@ -243,7 +243,7 @@ def normalize_features(
     `padding` (B, T) is True after an utterance's end; `frames` (B,) is the number of valid frames, as floats.
     """
     padding = padding[:, :, None]
-    frames = frames[:, None, None]
+    frames = frames[:, None, None].clamp_min(1)  # 0 for an utterance without frames
     features = features.masked_fill(padding, 0.0)
     features = features - features.sum(dim=1, keepdim=True) / frames
     features = features.masked_fill(padding, 0.0)  # subtracting the mean made the padding nonzero

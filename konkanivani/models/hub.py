@@ -26,21 +26,26 @@ SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 PICKLED = re.compile(r"pytorch_model.*\.bin|model.*\.(ckpt|pt|pth)")
 GENERATION = "generation_config.json"  # with the audio context of a fine-tuned Whisper model, which a plan needs
 FEATURES = ("preprocessor_config.json", "processor_config.json")
-TOKENIZERS = ("tokenizer.json", "vocab.json")
+TOKENIZER = "tokenizer.json"
+BYTE_PAIRS = ("vocab.json", "merges.txt")  # instead of tokenizer.json
+PIECES = "spiece.model"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+BYTE_TOKENIZER = "ByT5Tokenizer"  # class of a tokenizer without files
 SETTINGS = (
     "README.md",  # names the licence
     *FEATURES,
-    *TOKENIZERS,
-    "tokenizer_config.json",
-    "merges.txt",
-    "spiece.model",
+    TOKENIZER,
+    *BYTE_PAIRS,
+    TOKENIZER_CONFIG,
+    PIECES,
     "added_tokens.json",
     "special_tokens_map.json",
     "normalizer.json",
 )
 TEXT_TYPES = ("t5", "mt5")
-TEXT_TOKENIZERS = ("spiece.model", "tokenizer_config.json")  # a model of bytes has the latter only
 MODEL_TYPES = {"settings": ("whisper", *TEXT_TYPES), "whisper": ("whisper", *TEXT_TYPES), "nemo": ("parakeet_ctc",)}
+SEVERAL_FILES = f"its weights are in several files, and a Parakeet model is read from a single {WEIGHTS}"
+JOIN_FILES = "Load it with transformers, write it with save_pretrained and a larger max_shard_size, and use that folder"
 MAX_SETTINGS_BYTES = 2**26  # the longest, a tokenizer.json, has about 4 million
 
 
@@ -100,13 +105,26 @@ def _cached_model(repository: Repository, needs: Needs) -> ModelLocation | None:
         archives = sorted(folder.glob("*.nemo"))
         if archives:
             return ModelLocation(archives[0], commit)
-    is_complete = (folder / CONFIG).is_file()
-    if needs != "settings":
-        is_text = is_complete and _model_type(folder / CONFIG) in TEXT_TYPES
-        has_features = is_text or any((folder / name).is_file() for name in FEATURES)
-        has_tokenizer = any((folder / name).is_file() for name in (TEXT_TOKENIZERS if is_text else TOKENIZERS))
-        is_complete = is_complete and has_features and has_tokenizer and _has_weights(folder)
-    return ModelLocation(folder, commit) if is_complete else None
+    if not (folder / CONFIG).is_file():
+        return None
+    kind = _model_type(folder / CONFIG)
+    if kind == "whisper" and not (folder / GENERATION).is_file() and not repository.is_absent(commit, GENERATION):
+        return None
+    if needs != "settings" and not (_has_settings(folder, kind) and _has_weights(folder, needs)):
+        return None
+    return ModelLocation(folder, commit)
+
+
+def _has_settings(folder: Path, kind: object) -> bool:
+    """Return whether a folder has the front end's settings and all files of a tokenizer of this type of model."""
+    files = {path.name for path in folder.iterdir() if path.is_file()}
+    if kind in TEXT_TYPES:
+        settings = [_read_settings(folder / name) for name in (CONFIG, TOKENIZER_CONFIG)]
+        is_of_bytes = BYTE_TOKENIZER in [values.get("tokenizer_class") for values in settings]
+        return PIECES in files or is_of_bytes
+    has_features = not files.isdisjoint(FEATURES)
+    has_pairs = kind == "whisper" and files.issuperset(BYTE_PAIRS)
+    return has_features and (TOKENIZER in files or has_pairs)
 
 
 def _download_model(repository: Repository, needs: Needs) -> ModelLocation:
@@ -132,19 +150,23 @@ def _download_files(repository: Repository, listing: Listing, needs: Needs) -> M
     _check_size(repository, files[CONFIG])
     repository.fetch(listing.commit, [files[CONFIG]])
     _check_model_type(repository, folder / CONFIG, needs)
-    weights = _weight_files(repository, files) if needs != "settings" else []
+    weights = _weight_files(repository, files, needs) if needs != "settings" else []
     settings = [files[name] for name in (GENERATION, *(SETTINGS if weights else ())) if name in files]
     for file in settings:
         _check_size(repository, file)
     repository.fetch(listing.commit, [*settings, *weights])
+    if GENERATION not in files:
+        repository.store_absence(listing.commit, GENERATION)
     return ModelLocation(folder, listing.commit)
 
 
-def _weight_files(repository: Repository, files: Mapping[str, RemoteFile]) -> list[RemoteFile]:
+def _weight_files(repository: Repository, files: Mapping[str, RemoteFile], needs: Needs) -> list[RemoteFile]:
     """Return the single file of weights, or the index and its files; never pickle."""
     if WEIGHTS in files:
         return [files[WEIGHTS]]
     shards = sorted(name for name in files if SHARD.fullmatch(name))
+    if INDEX in files and needs == "nemo":
+        raise repository.refused(SEVERAL_FILES, JOIN_FILES)
     if INDEX in files and shards:
         _check_size(repository, files[INDEX])
         return [files[INDEX], *(files[name] for name in shards)]
@@ -171,17 +193,24 @@ def _check_model_type(repository: Repository, path: Path, needs: Needs) -> None:
 
 def _model_type(path: Path) -> object:
     """Return the model_type of a config.json, or None if the file has none."""
+    return _read_settings(path).get("model_type")
+
+
+def _read_settings(path: Path) -> dict[str, object]:
+    """Return the JSON object in a file, or an empty one if there is none."""
     try:
         values = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError):
-        return None
-    return values.get("model_type") if isinstance(values, dict) else None
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
-def _has_weights(folder: Path) -> bool:
+def _has_weights(folder: Path, needs: Needs) -> bool:
     """Return whether a folder has the file of weights, or the index and all files that it lists."""
     if (folder / WEIGHTS).is_file():
         return True
+    if needs == "nemo":  # which is read from a single file
+        return False
     try:
         listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
         return bool(listed) and all(is_plain(name) and (folder / name).is_file() for name in listed)

@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 
 from konkanivani.config import TuningConfig
-from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError
+from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError, exit_cleanly_at_signals
 from konkanivani.files import conversion_hint, sync_file
 from konkanivani.models.architecture import Architecture
 from konkanivani.models.fine_tuning import LOW_RANK_TENSORS
@@ -322,22 +322,25 @@ def check_is_new(out: Path) -> None:
 def whole_folder(out: Path) -> Iterator[Path]:
     """Provide a temporary folder next to `out`; rename it to `out` at the end, or delete it if anything fails.
 
+    SIGTERM and SIGHUP delete it too.
+
     Raises:
         ResourceError: The folder cannot be written.
     """
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f"{out.name}.partial", dir=out.parent))
-        try:
-            yield partial
-            for path in partial.rglob("*"):
-                if path.is_file():
-                    path.chmod(0o644)  # safetensors creates files that only their owner can read
-                    sync_file(path)
-            partial.chmod(0o755)  # mkdtemp creates folders that only their owner can enter
-            os.replace(partial, out)  # atomic, and after the files are synced: a crash leaves all or nothing
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        with exit_cleanly_at_signals():
+            out.parent.mkdir(parents=True, exist_ok=True)
+            partial = Path(tempfile.mkdtemp(prefix=f"{out.name}.partial", dir=out.parent))
+            try:
+                yield partial
+                for path in partial.rglob("*"):
+                    if path.is_file():
+                        path.chmod(0o644)  # safetensors creates files that only their owner can read
+                        sync_file(path)
+                partial.chmod(0o755)  # mkdtemp creates folders that only their owner can enter
+                os.replace(partial, out)  # atomic, and after the files are synced: a crash leaves all or nothing
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise ResourceError(
             f"{out} could not be written: {error.strerror or error}. Free disk space, repair the folder, or "

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from konkanivani.checkpoints.checkpoint import read_checkpoint
-from konkanivani.config import PretrainedConfig
+from konkanivani.config import PretrainedConfig, TuningConfig
 from konkanivani.data.text import normalize_text, reads_text
 from konkanivani.decoding.decode import Decode, greedy_decode
 from konkanivani.distributed import choose_device
@@ -20,7 +20,7 @@ from konkanivani.files import write_json_lines
 from konkanivani.inference.recognizer import Audio, Recognizer
 from konkanivani.inference.speech_model import SpeechModel, build_pretrained_model, build_speech_model, read_pretrained
 from konkanivani.inference.word_times import Segment, Word
-from konkanivani.lengths import SAMPLE_RATE
+from konkanivani.lengths import SAMPLE_RATE, TOKENS
 from konkanivani.randomness import derive_seed
 from konkanivani.scoring.metrics import align_words, count_edits
 
@@ -87,14 +87,18 @@ class Corrector:
 def load_corrector(path: str, device: str = "auto") -> Corrector:
     """Return the corrector of a checkpoint or a T5 folder; raise a UsageError for a model of speech."""
     target_device = choose_device(device)
+    of_speech = UsageError(f"{path} is a model of speech. Give a checkpoint or folder of a T5 model.")
     if Path(path).is_file():
         model = build_speech_model(read_checkpoint(path), target_device)
     else:
-        settings = PretrainedConfig(pretrained=path)
         pretrained = read_pretrained(path)
-        model = build_pretrained_model(pretrained, pretrained.complete_settings(settings), target_device)
+        settings = pretrained.complete_settings(PretrainedConfig(pretrained=path))
+        # Before it is built: the tokenizer of a Whisper model would ask for --language, which `correct` does not have.
+        if pretrained.architecture(TuningConfig(), settings).framing.unit != TOKENS:
+            raise of_speech
+        model = build_pretrained_model(pretrained, settings, target_device)
     if not reads_text(model.tokenizer):
-        raise UsageError(f"{path} is a model of speech. Give a checkpoint or folder of a T5 model.")
+        raise of_speech
     return Corrector(model, greedy_decode(model.architecture, model.tokenizer))
 
 

@@ -134,9 +134,15 @@ def start_from_checkpoint(command_line: CommandLine, path: Path) -> tuple[Comman
     if PRETRAINED_STATE in initial.states:
         raise UsageError(
             f"--init_from {path} is a checkpoint of a run with --pretrained. Export its model with "
-            "konkanivani export --whisper, and give that folder as --pretrained."
+            f"konkanivani export {_export_flag(initial, stored)}, and give that folder as --pretrained."
         )
     return dataclasses.replace(command_line, config=command_line.merge_into_init(stored)), initial
+
+
+def _export_flag(checkpoint: Checkpoint, config: TrainConfig) -> str:
+    """Return the flag of konkanivani export that writes the folder of a fine-tuned pretrained model."""
+    is_text = restored_architecture(checkpoint, config).framing.unit == TOKENS
+    return "--folder" if is_text else "--whisper"
 
 
 def _start_in_folders(
@@ -223,7 +229,7 @@ def _resumed_config(command_line: CommandLine, checkpoint: Checkpoint, path: Pat
         anew = f"--init_from {path}"
         # --init_from rejects a checkpoint of a pretrained model; its exported folder is used instead.
         if PRETRAINED_STATE in checkpoint.states:
-            anew = "--pretrained and the folder that konkanivani export --whisper writes,"
+            anew = f"--pretrained and the folder that konkanivani export {_export_flag(checkpoint, stored)} writes,"
         raise CheckpointError(
             f"The flags contradict the checkpoint {path}:{listed}\nOmit these flags to resume it, or start a "
             f"new run from its weights with {anew} and another --checkpoint_dir (or --fresh)."

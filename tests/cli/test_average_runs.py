@@ -10,7 +10,7 @@ from konkanivani.checkpoints.averaging import NamedCheckpoint, average_checkpoin
 from konkanivani.checkpoints.checkpoint import Checkpoint, write_checkpoint
 from konkanivani.config import TrainConfig
 from konkanivani.errors import CheckpointError
-from konkanivani.flags import config_to_text
+from konkanivani.flags import config_from_text, config_to_text
 from konkanivani.training.run import TrainState
 from tests.conftest import run_in_process
 
@@ -53,6 +53,31 @@ def test_averaging_different_runs_requires_allow_flag(case):
 )
 def test_checkpoints_of_one_run_are_averaged(other):
     assert float(average_checkpoints([FIRST, other]).states["model"]["weight"]) == 2.0
+
+
+def lora_checkpoint(weight: float, step: int, **tuning: object) -> NamedCheckpoint:
+    """Return a checkpoint of a run with LoRA."""
+    named = checkpoint(weight, step, first_loss=5.25)
+    config = config_from_text(named.checkpoint.config)
+    changed = replace(config, tuning=replace(config.tuning, **{"lora_rank": 4} | tuning))
+    states = named.checkpoint.states | {"model": {"layer.low_rank.up": torch.tensor([weight])}}
+    return replace(named, checkpoint=replace(named.checkpoint, config=config_to_text(changed), states=states))
+
+
+def test_lora_checkpoints_of_different_runs_are_not_averaged():
+    first, second = lora_checkpoint(1.0, 10), lora_checkpoint(3.0, 20)
+    mean = average_checkpoints([first, second])
+    assert float(mean.states["model"]["layer.low_rank.up"]) == 2.0
+    with pytest.raises(CheckpointError, match="--allow_different_runs does not apply to runs with --lora_rank"):
+        average_checkpoints([first, second], allow_different_runs=True)
+    assert average_checkpoints([first], allow_different_runs=True).step == 10
+
+
+@pytest.mark.parametrize("setting", [("lora_rank", 2), ("lora_alpha", 16.0), ("lora_targets", ("query",))])
+def test_checkpoints_with_other_lora_settings_are_not_averaged(setting):
+    name, value = setting
+    with pytest.raises(CheckpointError, match=f"--{name} is .* in one and .* in the other"):
+        average_checkpoints([lora_checkpoint(1.0, 10), lora_checkpoint(3.0, 20, **{name: value})])
 
 
 def test_script_exits_with_4_without_allow_different_runs(tmp_path: Path):

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from konkanivani.config import DecodingConfig
 from konkanivani.decoding import ctc as prefix_beam
 from konkanivani.decoding import scorers as prefix_scorer
-from konkanivani.decoding.ctc import Hypothesis, collapse_repeats, mask_padding_as_blank, prefix_beam_search
+from konkanivani.decoding.ctc import (
+    MAX_DISTANCE,
+    STEPS_IN_A_NAT,
+    Hypothesis,
+    collapse_repeats,
+    first_best,
+    mask_padding_as_blank,
+    prefix_beam_search,
+)
 from konkanivani.decoding.scorers import CTCPrefixScorer, PrefixState
 from konkanivani.errors import UsageError
 from konkanivani.lengths import Lengths, ctc_frames_needed
@@ -342,3 +350,39 @@ def test_invalid_decoding_settings_raise_usage_error(wrong, message):
 def test_default_decoding_settings_are_accepted():
     for decode in ("greedy", "prefix", "attention", "joint"):
         check_decoding(DecodingConfig(decode))
+
+
+def first_best_with_fixed_distance(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Return what `first_best` returns while the keys of all candidates fit into an int64."""
+    highest = scores.amax(dim=1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
+    ranks = ((scores - highest) * STEPS_IN_A_NAT).round().clamp(min=-MAX_DISTANCE)
+    ranks = ranks.masked_fill(scores == -math.inf, -MAX_DISTANCE - 1).long()
+    keys = ranks * scores.shape[1] - torch.arange(scores.shape[1])
+    return keys.topk(count, dim=1).indices
+
+
+@pytest.mark.parametrize("candidates", [2**23 - 1, 2**23, 2**24 + 1])
+def test_best_of_millions_of_candidates_are_found(candidates):
+    scores = torch.full((1, candidates), -math.inf, dtype=torch.float64)
+    scores[0, candidates // 2 :] = -1e6  # as far below the best as a rank can say
+    best = [candidates - 1, 7, candidates // 2]
+    scores[0, best] = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
+    assert first_best(scores, 4).tolist() == [[*best, candidates // 2 + 1]]
+
+
+def test_best_of_usual_numbers_of_candidates_are_the_same_as_with_a_fixed_distance():
+    generator = torch.Generator().manual_seed(0)
+    for candidates in (1, 2, 1000, 2**16, 2**20 + 3):
+        scores = 30_000 * torch.rand(2, candidates, generator=generator, dtype=torch.float64).neg()
+        scores[0, ::3] = -math.inf
+        count = min(100, candidates)
+        assert torch.equal(first_best(scores, count), first_best_with_fixed_distance(scores, count))
+
+
+def test_wide_beam_with_a_large_vocabulary_finds_the_likeliest_tokens():
+    vocabulary = 2**20
+    log_probabilities = torch.full((1, 3, vocabulary), -60.0)
+    for frame, token in enumerate((9, 0, vocabulary - 1)):
+        log_probabilities[0, frame, token] = -1e-6
+    ((best,),) = prefix_beam_search(log_probabilities, (3,), beam=8)
+    assert best.tokens == (9, vocabulary - 1)

@@ -1,6 +1,7 @@
 """Pretrained models by their name on the hub."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from konkanivani.config import PretrainedConfig
 from konkanivani.errors import CheckpointError, ResourceError, UsageError
 from konkanivani.hub import is_hub_name
 from konkanivani.inference.speech_model import read_pretrained
-from konkanivani.models.hub import locate_model
+from konkanivani.models.hub import FEATURES, locate_model
 from tests.hub.conftest import UNNEEDED_FILES
 from tests.hub.server import Hub, Repository
 from tests.nemo.files import FOLDER
@@ -134,6 +135,59 @@ def test_missing_cached_files_are_downloaded(hub: Hub, cache: Path) -> None:
     for revision in (None, first.commit):
         read_pretrained(NAME, revision).vocabulary(PretrainedConfig(language="mr"))
     assert sorted(hub.downloads()[before:]) == ["preprocessor_config.json", "vocab.json"]
+
+
+def start_offline(hub: Hub, files: dict[str, bytes]) -> Path:
+    """Download a repository with these files, stop the hub, and return the snapshot."""
+    hub.repositories[NAME] = Repository(files)
+    located = locate_model(NAME, None, "whisper")
+    hub.stop()
+    assert locate_model(NAME, None, "whisper") == located and locate_model(NAME, located.commit, "settings") == located
+    return located.path
+
+
+def test_cached_byte_pairs_without_merges_are_not_a_model_offline(
+    hub: Hub, cache: Path, whisper_files: dict[str, bytes]
+) -> None:
+    assert "tokenizer.json" not in whisper_files
+    (start_offline(hub, whisper_files) / "merges.txt").unlink()
+    with pytest.raises(ResourceError, match="Connection refused"):
+        locate_model(NAME, None, "whisper")
+
+
+def test_cached_model_without_generation_config_is_used_only_if_the_repository_has_none(
+    hub: Hub, cache: Path, whisper_files: dict[str, bytes]
+) -> None:
+    generation = "generation_config.json"
+    snapshot = start_offline(hub, {name: data for name, data in whisper_files.items() if name != generation})
+    assert not (snapshot / generation).exists()  # and the model is complete
+    from huggingface_hub import _CACHED_NO_EXIST, try_to_load_from_cache
+
+    assert try_to_load_from_cache(NAME, generation, cache_dir=cache) is _CACHED_NO_EXIST
+    shutil.rmtree(snapshot.parent.parent / ".no_exist")  # the cache of a program that has not asked for the file
+    for needs in ("whisper", "settings"):
+        with pytest.raises(ResourceError, match="Connection refused"):
+            locate_model(NAME, None, needs)
+
+
+def test_sharded_parakeet_is_refused_before_the_download(hub: Hub, cache: Path) -> None:
+    files = {"config.json": b'{"model_type": "parakeet_ctc"}', "tokenizer.json": b"{}", FEATURES[0]: b"{}"}
+    shard = "model-00001-of-00001.safetensors"
+    index = json.dumps({"weight_map": {"a": shard}}).encode()
+    hub.repositories["someone/shards"] = Repository(files | {shard: b"x" * 100, "model.safetensors.index.json": index})
+    message = "its weights are in several files, and a Parakeet model is read from a single model.safetensors"
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=message):
+            locate_model("someone/shards", None, "nemo")
+    assert hub.downloads() == ["config.json"]
+    hub.repositories["someone/shards"] = Repository(files | {"model.safetensors": b"x"})
+    located = locate_model("someone/shards", None, "nemo")
+    hub.stop()
+    assert locate_model("someone/shards", None, "nemo") == located
+    (located.path / "model.safetensors").rename(located.path / shard)
+    (located.path / "model.safetensors.index.json").write_bytes(index)
+    with pytest.raises(ResourceError, match="Connection refused"):  # not a complete Parakeet model
+        locate_model("someone/shards", None, "nemo")
 
 
 def write_files(folder: Path, files: dict[str, bytes]) -> Path:

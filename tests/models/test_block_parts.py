@@ -19,7 +19,7 @@ from konkanivani.models.asr import KonkaniVaniASR
 from konkanivani.models.attention import RelativePositions, RelativeSelfAttention, SequenceLayout
 from konkanivani.models.conformer import Encoder, PaddedSubsampling, keep_activations
 from konkanivani.models.fine_tuning import transfer_weights
-from konkanivani.models.front_end import LogMel
+from konkanivani.models.front_end import LogMel, normalize_features
 from konkanivani.ops.chunks import ChunkedPackedRelativeSelfAttention, ChunkedPaddedSubsampling
 from konkanivani.ops.packing import PackedEncoder, PackedLayout
 from konkanivani.ops.passes import optimize
@@ -183,6 +183,17 @@ def test_features_equal_parakeet_of_transformers():
     for name, value in {"preemphasis": 0.0, "window": "periodic", "mel_scale": "htk", "std_ddof": "population"}.items():
         other, _ = LogMel(dataclasses.replace(FEATURES, **{name: value}))(waveforms, samples)
         assert float((result - other).abs().max()) > 1e-3, name
+
+
+@pytest.mark.parametrize("divisor", ["population", "sample"])
+def test_utterance_without_frames_is_normalized_to_zeros(divisor):
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(3, 5, 4, generator=generator)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [True] * 5])
+    frames = (~padding).sum(dim=1).float()
+    normalized = normalize_features(features, padding, frames, divisor)
+    assert not normalized[2].any()
+    assert torch.equal(normalized[:2], normalize_features(features[:2], padding[:2], frames[:2], divisor))
 
 
 def reference_features(waveform: torch.Tensor, config: FeatureConfig) -> torch.Tensor:

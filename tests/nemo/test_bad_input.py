@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from konkanivani.checkpoints.checkpoint import read_checkpoint
-from konkanivani.models.nemo.weights import import_nemo
+from konkanivani.models.nemo.weights import FILTER_BANK, import_nemo
 from tests.conftest import checked, run_script
 from tests.faults.test_error_texts import message_defect
 from tests.faults.untrusted_input import CallOnUnpickle
@@ -185,6 +185,18 @@ FILES: dict[str, tuple[Write, str]] = {
     ),
     "other filter bank": (
         tensors(lambda tensors: tensors["preprocessor.featurizer.fb"].mul_(2)),
+        "featurizer.fb does not match",
+    ),
+    "empty filter bank": (
+        tensors(lambda t: t.update({FILTER_BANK: t[FILTER_BANK][:0]})),
+        "featurizer.fb does not match",
+    ),
+    "several filter banks": (
+        tensors(lambda t: t.update({FILTER_BANK: torch.cat([t[FILTER_BANK], t[FILTER_BANK]])})),
+        "featurizer.fb does not match",
+    ),
+    "filter bank without axes": (
+        tensors(lambda t: t.update({FILTER_BANK: torch.tensor(1.0)})),
         "featurizer.fb does not match",
     ),
     "RNNT only": (setting("", "target", RNNT), "target is 'EncDecRNNTBPEModel'"),

@@ -126,6 +126,10 @@ BAD = {
     "no configuration": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
     "not JSON": (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json cannot be read as JSON"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors cannot be read"),
+    "several files of weights": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "model.safetensors.index.json"),
+        "its weights are in several files, and a Parakeet model is read from a single model.safetensors. Load it with",
+    ),
     "truncated weights": (truncate_weights, "model.safetensors cannot be read"),
     "header too long": (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 99), "header is too long"),
     "missing tensor": (remove_tensor, "no tensor decoder.decoder_layers.0.bias"),

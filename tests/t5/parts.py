@@ -157,11 +157,14 @@ def vocabulary(limits: TextLimits = LIMITS, is_bytes: bool = False) -> T5Vocabul
     return T5Vocabulary(Pieces(sentencepiece_model(), tokens), tokens, limits)
 
 
-def write_folder(path: Path, is_bytes: bool = False, width: int = 16, seed: int = 0, variant: str = "1.1") -> Path:
-    """Write the folder of a random model with safetensors alone."""
+def write_folder(
+    path: Path, is_bytes: bool = False, width: int = 16, seed: int = 0, variant: str = "1.1", size: int | None = None
+) -> Path:
+    """Write the folder of a random model with safetensors alone; `size` is the number of its tokens."""
     path.mkdir(parents=True)
     kind = VARIANTS[variant]
-    size = 384 if is_bytes else SIZE
+    if size is None:
+        size = 384 if is_bytes else SIZE
     shape = T5Shape(width, 8, 2, 2, 2, 2 * width, size, position_buckets=16, max_distance=32, variant=kind)
     config = {theirs: getattr(shape, ours) for theirs, (ours, _) in DIMENSIONS.items()}
     config |= {"model_type": "t5", "feed_forward_proj": "gated-gelu" if kind.is_gated else "relu"}

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from konkanivani.checkpoints.checkpoint import PRETRAINED_STATE, read_checkpoint
 from konkanivani.cli import evaluate, export
 from konkanivani.errors import KonkaniVaniError
 from konkanivani.flags import parse_args
+from konkanivani.inference.speech_model import build_speech_model, settings_of_weights
 from konkanivani.memory.plan import MemoryPlan
 from konkanivani.memory.weights import ON_CARD, OffloadedWeights
 from konkanivani.models.t5.folder import read_t5_folder
@@ -57,8 +59,6 @@ def log_records(folder: Path) -> list[dict[str, object]]:
 
 
 def checkpoint_weights(folder: Path, name: str = "checkpoint_last.pt") -> dict[str, torch.Tensor]:
-    from konkanivani.checkpoints.checkpoint import read_checkpoint
-
     return read_checkpoint(folder / "checkpoints" / name).states["model"]
 
 
@@ -94,6 +94,20 @@ def test_run_trains_validates_resumes_and_exports(tuning, base, tmp_path, capsys
     assert "decoder.blocks.1.self_attention.value.weight" in changed
     assert (tmp_path / "out" / "spiece.model").read_bytes() == (base / "spiece.model").read_bytes()
     assert (tmp_path / "out" / "config.json").read_bytes() == (base / "config.json").read_bytes()
+
+
+def test_run_with_the_vocabulary_of_mt5_is_loaded_and_resumed(tmp_path):
+    base = write_folder(tmp_path / "base", is_bytes=True, width=8, size=250_112)
+    run(*run_flags(base, tmp_path, "--max_steps", 1))
+    path = tmp_path / "checkpoints" / "checkpoint_last.pt"
+    checkpoint = read_checkpoint(path)
+    assert settings_of_weights(checkpoint).pretrained.pretrained == str(base)
+    assert build_speech_model(checkpoint, torch.device("cpu")).architecture.vocab_size == 250_112
+    assert run("--resume", str(path), "--max_steps", "2")["steps"] == 2
+    hostile = checkpoint.states[PRETRAINED_STATE] | {"vocab_size": 2**20 + 1}
+    with pytest.raises(KonkaniVaniError, match="invalid dimensions") as refused:
+        settings_of_weights(dataclasses.replace(checkpoint, states=checkpoint.states | {PRETRAINED_STATE: hostile}))
+    assert refused.value.exit_code == 4
 
 
 def test_dry_run_of_byt5_with_auto_batch_size_and_worker(tmp_path, capsys):
@@ -184,6 +198,17 @@ FOLDERS: dict[str, tuple[FolderChange, int, str]] = {
         4,
         "must be relu or gated-gelu",
     ),
+    "list as activation": (
+        edit_json("config.json", feed_forward_proj=["relu"]),
+        4,
+        r"feed_forward_proj in its config.json is \['relu'\] but must be relu or gated-gelu",
+    ),
+    "object as activation": (edit_json("config.json", feed_forward_proj={}), 4, "is {} but must be relu or gated-gelu"),
+    "null as number of layers": (
+        edit_json("config.json", num_layers=None, num_decoder_layers=None),
+        4,
+        "num_layers in its config.json is None but must be a number",
+    ),
     "end token out of range": (edit_json("config.json", eos_token_id=200), 4, "eos_token_id in its config.json is 200"),
     "no config": (lambda at: (at / "config.json").unlink(), 4, "it has no config.json"),
     "no weights": (lambda at: (at / "model.safetensors").unlink(), 4, "it has no model.safetensors"),
@@ -255,6 +280,33 @@ def test_bad_folder_is_rejected_with_one_sentence(case, base, tmp_path):
     damage(tmp_path / "copy")
     check_failure(flags, code, message)
     assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "runs").exists()
+
+
+def test_null_as_number_of_decoder_layers_means_that_of_the_encoder(base, tmp_path):
+    shutil.copytree(base, tmp_path / "copy")
+    edit_json("config.json", num_decoder_layers=None)(tmp_path / "copy")
+    assert read_t5_folder(tmp_path / "copy").shape == read_t5_folder(base).shape
+
+
+def test_unreadable_tokenizer_is_rejected_with_one_sentence(base, tmp_path, monkeypatch):
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    path = base / "spiece.model"
+    check_failure(
+        run_flags(base, tmp_path), 6, f"^{path} cannot be read: Permission denied. Fix that and start again.$"
+    )
+
+
+def test_advice_for_a_checkpoint_of_a_text_model_names_its_export_flag(base, tmp_path):
+    run(*run_flags(base, tmp_path, "--max_steps", 1))
+    path = tmp_path / "checkpoints" / "checkpoint_last.pt"
+    native = [str(tmp_path / name) for name in ("train.jsonl", "new", "logs")]
+    flags = ("--train_manifest", "--checkpoint_dir", "--log_dir")
+    arguments = [word for pair in zip(flags, native, strict=True) for word in pair]
+    check_failure(["--init_from", str(path), *arguments], 2, "konkanivani export --folder, and give that folder")
+    check_failure(["--resume", str(path), "--max_input_tokens", "9"], 4, "konkanivani export --folder writes")
 
 
 ROWS = {

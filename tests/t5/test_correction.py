@@ -23,6 +23,7 @@ from konkanivani.recipe.correction import (
 )
 from konkanivani.scoring.metrics import count_edits
 from tests.t5.parts import LINES, vocabulary, write_folder
+from tests.whisper.small_model import write_model
 
 
 def words(*scored: tuple[str, float]) -> tuple[Word, ...]:
@@ -184,6 +185,11 @@ BAD = {
         3,
         "line 1: it has no",
     ),
+    "name too long for the file system": (
+        ["a.txt", "--corrupt", "0.5", "--output", "o" * 250],
+        6,
+        "^o+ could not be written: File name too long. Free disk space, or choose another file.$",
+    ),
     "missing model": (["a.txt", "--model", "missing"], 2, "There is no folder missing"),
 }
 
@@ -196,3 +202,11 @@ def test_bad_input_is_rejected_and_nothing_is_written(case, tmp_path, monkeypatc
     with pytest.raises(KonkaniVaniError, match=message) as result:
         correct.main(arguments)
     assert result.value.exit_code == code and [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_whisper_folder_is_rejected_without_advice_for_another_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("one\n")
+    write_model(tmp_path / "whisper")
+    with pytest.raises(UsageError, match=r"^whisper is a model of speech. Give a checkpoint or folder of a T5 model.$"):
+        correct.main(["a.txt", "--model", "whisper"])

@@ -29,5 +29,8 @@ def test_needed_files_are_downloaded_once_and_used_offline(is_bytes, hub: Hub, c
     hub.stop()
     assert locate_model(NAME, None, "whisper") == located
     (located.path / ("tokenizer_config.json" if is_bytes else "spiece.model")).unlink()
+    if not is_bytes:
+        # As T5's own repositories have it, beside the pieces.
+        (located.path / "tokenizer_config.json").write_text('{"tokenizer_class": "T5Tokenizer"}')
     with pytest.raises(Exception, match="refused"):  # negative control: incomplete cache
         locate_model(NAME, None, "whisper")

@@ -316,6 +316,7 @@ HUGE = {"d_model": 2**14, "feedforward_dim": 2**16, "encoder_layers": 256, "deco
 TAMPERED: dict[str, tuple[str, Callable[[dict], object], str]] = {
     "2^40": ("full", lambda state: state.update(d_model=2**40), "invalid dimensions"),
     "huge": ("full", lambda state: state.update(HUGE), "weights do not match its model dimensions"),
+    "huge and frozen": ("lora", lambda state: state.update(HUGE), "does not match its settings"),
     "heads do not divide width": (
         "full",
         lambda state: state.update(attention_heads=3),
@@ -329,7 +330,7 @@ TAMPERED: dict[str, tuple[str, Callable[[dict], object], str]] = {
 }
 
 
-QUICK_TAMPERED = ("2^40", "huge", "other width", "no width", "no digest")
+QUICK_TAMPERED = ("2^40", "huge", "huge and frozen", "other width", "no width", "no digest")
 
 
 @pytest.mark.parametrize("case", mark_full_except(TAMPERED, QUICK_TAMPERED))

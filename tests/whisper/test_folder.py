@@ -1,7 +1,9 @@
 """Whisper model folders are read completely or rejected with one sentence, and only changed files are rewritten."""
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import safetensors.torch
 import torch
 
 from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError
+from konkanivani.models.model_files import whole_folder
 from konkanivani.models.whisper import export
 from konkanivani.models.whisper.export import write_whisper_folder
 from konkanivani.models.whisper.folder import name_in_file, read_whisper_folder
@@ -125,6 +128,46 @@ def test_rejected_or_failed_write_leaves_no_files(whisper_folders, tmp_path, mon
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "full"]
 
 
+def test_unreadable_file_of_the_base_folder_is_named(whisper_folders, tmp_path):
+    shutil.copytree(whisper_folders["tiny"], tmp_path / "base")
+    link = tmp_path / "base" / "notes.txt"
+    link.symlink_to("missing.txt")
+    base = read_whisper_folder(tmp_path / "base")
+    message = f"^{link} cannot be read: No such file or directory. Fix that and start again.$"
+    with pytest.raises(ResourceError, match=message):
+        write_whisper_folder(base, base.weights(), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_while_a_folder_is_written_leaves_no_files(number, tmp_path):
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(number, signal.SIG_DFL)
+            with whole_folder(tmp_path / "out") as partial:
+                (partial / "half").write_bytes(b"x")
+                os.kill(os.getpid(), number)
+        except SystemExit as end:
+            os._exit(end.code)
+        finally:
+            os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + number
+    assert not list(tmp_path.iterdir())
+
+
+def test_handlers_of_signals_are_kept_while_a_folder_is_written(tmp_path):
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: received.append(number))
+    try:
+        with whole_folder(tmp_path / "out") as partial:
+            (partial / "whole").write_bytes(b"x")
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert received == [signal.SIGTERM] and (tmp_path / "out" / "whole").read_bytes() == b"x"
+
+
 def index_tensor_in(file: object) -> Callable[[Path], None]:
     """Return a function that adds an index in which `file` holds the embedding."""
 
@@ -202,6 +245,10 @@ BAD_FOLDERS = {
         change_json(GENERATION, suppress_tokens=[1_865]),
         "suppress_tokens in .* contains the token 1865",
     ),
+    "default list among other suppressed tokens": (
+        change_json(GENERATION, suppress_tokens=[-1, 5]),
+        "suppress_tokens in .* contains the token -1",
+    ),
     "negative language token": (
         change_json(GENERATION, lang_to_id={"<|xx|>": -1}),
         "lang_to_id in .* contains the token -1",
@@ -278,6 +325,8 @@ def test_valid_folder_is_accepted(whisper_folders, tmp_path):
     folder = tmp_path / "folder"
     shutil.copytree(whisper_folders["tiny"], folder)
     change_tensors(lambda result: result.update({"proj_out.weight": result[EMBEDDING].clone()}))(folder)
+    change_json(GENERATION, suppress_tokens=[-1], begin_suppress_tokens=[-1])(folder)
+    assert read_whisper_folder(folder).generation["suppress_tokens"] == [-1]
     write_or_remove(GENERATION, None)(folder)
     (folder / "processor_config.json").write_text(
         json.dumps({"feature_extractor": json.loads((folder / PREPROCESSOR).read_text())})

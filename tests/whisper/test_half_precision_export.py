@@ -1,6 +1,7 @@
 """Exported Whisper weights are the trained weights rounded to each tensor's number format, bit for bit."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import safetensors.torch
 import torch
 
 from konkanivani.config import TrainConfig
-from konkanivani.errors import NumericsError
+from konkanivani.errors import NumericsError, ResourceError
 from konkanivani.models.whisper import export
 from konkanivani.models.whisper.export import TunedWhisper, export_whisper, read_pretrained_whisper
 from tests.whisper.small_model import write_model
@@ -91,14 +92,21 @@ def test_sharded_weights_are_rounded_to_the_format_of_each_tensor(tmp_path):
             assert torch.equal(after[name], expected[name].to(tensors[name].dtype)), name
 
 
-def test_weight_above_fp16_range_is_exported_in_fp32(tmp_path):
+def test_weight_above_fp16_range_is_exported_in_fp32(tmp_path, monkeypatch):
     base = write_base(tmp_path / "base", FORMATS["fp16"])
     tuned, expected = change_weights(base)
     large = {name: tensor.clone() for name, tensor in tuned.weights.items()}
     large["decoder.norm.bias"][0] = 70_000.0
-    written = export_whisper(
-        TunedWhisper(tuned.config, tuned.architecture, large, b""), read_pretrained_whisper(base), tmp_path / "out"
-    )
+    tuned = TunedWhisper(tuned.config, tuned.architecture, large, b"")
+    # Each weight takes 4 bytes in the export, but 2 in the base model.
+    others = sum(path.stat().st_size for path in base.iterdir() if path.name != WEIGHTS)
+    needed = others + sum(4 * tensor.numel() for tensor in safetensors.torch.load_file(base / WEIGHTS).values())
+    with monkeypatch.context() as patch:
+        patch.setattr(export.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(needed, 0, needed - 1))
+        with pytest.raises(ResourceError, match="MiB are free. Free disk space"):
+            export_whisper(tuned, read_pretrained_whisper(base), tmp_path / "out")
+        patch.setattr(export.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(needed, 0, needed))
+        written = export_whisper(tuned, read_pretrained_whisper(base), tmp_path / "out")
     after = safetensors.torch.load_file(tmp_path / "out" / WEIGHTS)
     assert written.in_full and {tensor.dtype for tensor in after.values()} == {torch.float32}
     assert float(after["model.decoder.layer_norm.bias"][0]) == 70_000.0

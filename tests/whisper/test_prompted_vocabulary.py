@@ -201,7 +201,9 @@ def test_generation_rules_come_from_files_or_vocabulary(folder, pairs):
         tasks = {pairs.names[f"<|{task}|>"] for task in ("transcribe", "translate")}
         assert set(made.suppressed) == tasks | set(configuration.NON_SPEECH_TOKENS_MULTI)
         assert made.suppressed_first == (220, 50257)
-    for wrong in ([ours.size], [-2], ["a"], 5, [True]):
+    default = prompted_vocabulary(pairs, generation_config={"suppress_tokens": [-1], "begin_suppress_tokens": [-1]})
+    assert (default.rules.suppressed, default.rules.suppressed_first) == (made.suppressed, made.suppressed_first)
+    for wrong in ([ours.size], [-2], [-1, 5], ["a"], 5, [True]):
         with pytest.raises(DataError, match="suppress_tokens is not a list of the model's tokens"):
             prompted_vocabulary(pairs, generation_config={"suppress_tokens": wrong})
     with pytest.raises(DataError, match="max_initial_timestamp_index"):

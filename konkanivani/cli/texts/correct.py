@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from konkanivani.command_line import read_flags
-from konkanivani.errors import UsageError
+from konkanivani.errors import ResourceError, UsageError, explained
 from konkanivani.files import check_new_file
 
 
@@ -71,7 +71,8 @@ def correct(flags: Flags) -> str:
         confusions = Confusions() if flags.confusions is None else read_confusions(Path(flags.confusions))
         output = Path(flags.output)
         texts = [line for line in lines if line]
-        count = write_corrupted(texts, flags.corrupt, confusions, flags.seed, output, flags.copies)
+        with explained(ResourceError, f"{output} could not be written", "Free disk space, or choose another file."):
+            count = write_corrupted(texts, flags.corrupt, confusions, flags.seed, output, flags.copies)
         return f"{flags.output}: {count:,} pairs. Train with --train_manifest {flags.output} and a T5 folder."
     corrected = load_corrector(flags.model or "", flags.device).correct(lines)
     text = "\n".join(corrected)

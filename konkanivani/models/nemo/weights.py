@@ -20,6 +20,7 @@ from konkanivani.files import conversion_hint, digest_of_file
 from konkanivani.flags import config_to_text, resolve
 from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.models.architecture import HybridArchitecture, architecture_of, is_within_bounds
+from konkanivani.models.hub import INDEX, JOIN_FILES, SEVERAL_FILES
 from konkanivani.models.nemo.archive import (
     NemoArchive,
     Pieces,
@@ -207,6 +208,8 @@ def read_folder_pieces(path: Path) -> Pieces:
 
 def read_folder_tensors(path: Path) -> Tensors:
     """Return the folder's tensors under NeMo's names; they are memory-mapped from the file until they are copied."""
+    if (path / INDEX).exists() and not (path / WEIGHTS).exists():
+        raise refused(path, SEVERAL_FILES, JOIN_FILES)
     try:
         with open(path / WEIGHTS, "rb") as file:
             # safetensors would allocate memory for a header of any stated length up to 100 MB.
@@ -467,7 +470,7 @@ def _check_filter_bank(tensors: Tensors, architecture: HybridArchitecture, path:
     # Filters stored in half precision are compared with a larger tolerance.
     tolerance = 1e-5 if file_bank.dtype == torch.float32 else 1e-3
     if (
-        file_bank.shape[1:] != built_bank.shape
+        file_bank.shape != (1, *built_bank.shape)
         or not (file_bank[0].float() - built_bank).abs().max() < tolerance * built_bank.max()
     ):
         raise refused(path, f"its {FILTER_BANK} does not match its settings", "Use another model")

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from konkanivani.config import PretrainedConfig, TrainConfig, TuningConfig
-from konkanivani.errors import CheckpointError, DataError, UsageError
+from konkanivani.errors import CheckpointError, DataError, ResourceError, UsageError, explained
+from konkanivani.models.hub import BYTE_TOKENIZER, PIECES, TOKENIZER_CONFIG
 from konkanivani.models.model_files import (
     CONFIG,
     ModelFolder,
@@ -31,9 +32,6 @@ from konkanivani.models.t5.model import T5Shape, T5Variant
 from konkanivani.models.t5.vocabulary import Pieces, T5Tokens, T5Vocabulary, Utf8Bytes, limits_of
 from konkanivani.models.whisper.export import WrittenFolder, locate_base, named_as_in_files, other_base, write_copy
 
-PIECES = "spiece.model"
-TOKENIZER_CONFIG = "tokenizer_config.json"
-BYTE_TOKENIZER = "ByT5Tokenizer"
 MODEL_TYPES = ("t5", "mt5")
 HEAD = "lm_head.weight"
 EMBEDDING = "shared.weight"
@@ -180,9 +178,11 @@ def _read_folder(path: Path) -> T5Folder:
     dimensions = {}
     for name, (ours, max_value) in DIMENSIONS.items():
         default: object = DEFAULTS.get(name)
-        if name == "num_decoder_layers":
-            default = config.get("num_layers")
-        dimensions[ours] = read_dimension(path, config, name, max_value, default)
+        settings = config
+        if name == "num_decoder_layers" and config.get(name) is None:
+            # As in transformers, null is a missing value.
+            settings = {name: config.get("num_layers")}
+        dimensions[ours] = read_dimension(path, settings, name, max_value, default)
     shape = T5Shape(**dimensions, variant=_variant_of(path, config))
     if shape.position_buckets < MIN_BUCKETS or shape.max_distance <= shape.position_buckets // 2:
         raise refused(path, f"its {CONFIG} has invalid relative positions")
@@ -192,7 +192,7 @@ def _read_folder(path: Path) -> T5Folder:
 
 def _variant_of(path: Path, config: Mapping[str, object]) -> T5Variant:
     activation = config.get("feed_forward_proj", "relu")
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise refused(
             path, f"feed_forward_proj in its {CONFIG} is {activation!r:.40} but must be {' or '.join(ACTIVATIONS)}"
         )
@@ -205,7 +205,7 @@ def _variant_of(path: Path, config: Mapping[str, object]) -> T5Variant:
     if not isinstance(is_scaled, bool):
         raise refused(path, f"scale_decoder_outputs in its {CONFIG} is {is_scaled!r:.40} but must be true or false")
     is_scaled = is_scaled and config.get("model_type") == "t5"
-    return T5Variant(ACTIVATIONS[str(activation)], has_head=not is_scaled, scales_output=is_scaled, epsilon=epsilon)
+    return T5Variant(ACTIVATIONS[activation], has_head=not is_scaled, scales_output=is_scaled, epsilon=epsilon)
 
 
 def _has_own_head(path: Path, files: Mapping[str, tuple[str, ...]]) -> bool:
@@ -260,7 +260,10 @@ class PretrainedT5(PretrainedFolder[T5Folder]):
         tokens = self.folder.tokens
         try:
             if not self.folder.is_of_bytes:
-                codec = Pieces((self.path / PIECES).read_bytes(), tokens)
+                path = self.path / PIECES
+                with explained(ResourceError, f"{path} cannot be read", "Fix that and start again."):
+                    pieces = path.read_bytes()
+                codec = Pieces(pieces, tokens)
                 if codec.size + MAX_SPARE_ROWS < tokens.size:
                     raise DataError(f"{PIECES} has {codec.size} tokens, but its model has {tokens.size}. Use its own.")
             return T5Vocabulary(codec, tokens, limits_of(config))

@@ -1,6 +1,7 @@
 """Whisper folders: reading a pretrained one, and writing a trained model as a copy of its base or as an adapter."""
 
 import dataclasses
+import math
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ import safetensors.torch
 import torch
 
 from konkanivani.config import AudioContext, PretrainedConfig, TrainConfig, TuningConfig
-from konkanivani.errors import CheckpointError, NumericsError, ResourceError, UsageError
+from konkanivani.errors import CheckpointError, NumericsError, ResourceError, UsageError, explained
 from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.models.hub import locate_model
 from konkanivani.models.model_files import (
@@ -24,6 +25,7 @@ from konkanivani.models.model_files import (
     check_finite,
     check_is_new,
     checked_dimensions,
+    header_of,
     read_json,
     read_tensors,
     refused,
@@ -106,9 +108,13 @@ def write_copy(
     kept_as = (pair for file in base.files for pair in read_tensors(base.path / file).items())
     # fp16 ends at 65,504: a trained weight can leave its range.
     in_full = any(not named[name].to(tensor.dtype).isfinite().all() for name, tensor in kept_as)
+    copied, left_out = _other_files(base)
+    for name in copied:
+        # An error while it is copied would not say which of both files it is about.
+        with explained(ResourceError, f"{base.path / name} cannot be read", "Fix that and start again."):
+            (base.path / name).open("rb").close()
     with whole_folder(out) as partial:
-        copied, left_out = _other_files(base)
-        _check_disk_space(base, copied, out)
+        _check_disk_space(base, copied, out, in_full)
         for name in copied:
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(base.path / name, partial / name)
@@ -184,8 +190,13 @@ def _other_files(base: ModelFolder) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(name for name in files if name not in {*stale, *base.files}), stale
 
 
-def _check_disk_space(base: ModelFolder, copied: tuple[str, ...], out: Path) -> None:
-    needed = sum((base.path / name).stat().st_size for name in (*copied, *base.files))
+def _check_disk_space(base: ModelFolder, copied: tuple[str, ...], out: Path, in_full: bool) -> None:
+    needed = sum((base.path / name).stat().st_size for name in copied)
+    for name in base.files:
+        if in_full:
+            needed += sum(4 * math.prod(shape) for shape, _ in header_of(base.path / name).values())
+        else:
+            needed += (base.path / name).stat().st_size
     free = shutil.disk_usage(out.parent).free
     if free < needed:
         raise ResourceError(

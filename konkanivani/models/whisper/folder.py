@@ -24,6 +24,7 @@ from konkanivani.models.whisper.model import HOP_SAMPLES, WhisperShape
 GENERATION = "generation_config.json"
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR = "processor_config.json"  # newer versions of transformers store the preprocessor's settings here
+DEFAULT_LIST = -1  # alone in a list of suppressed tokens: OpenAI's default list
 AUDIO_CONTEXT = "audio_context"  # the project's own setting: the audio context that the weights were trained with
 EMBEDDING = "model.decoder.embed_tokens.weight"
 HEAD = "proj_out.weight"  # the tied embedding a second time, in some files
@@ -214,6 +215,8 @@ def _check_ids(path: Path, generation: Mapping[str, object], shape: WhisperShape
     """Refuse token ids outside of the vocabulary, an invalid first timestamp and alignment heads that do not exist."""
     for name, value in generation.items():
         if name.endswith(("token_id", "_to_id", "suppress_tokens")):
+            if name.endswith("suppress_tokens") and value == [DEFAULT_LIST]:
+                continue
             values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
             wrong = [v for v in values if v is not None and not (type(v) is int and 0 <= v < shape.vocab_size)]
             if wrong:

@@ -294,12 +294,14 @@ class PromptedVocabulary:
         ids = settings[name]
         ids = [] if ids is None else ids
         size = self._tokens.size
-        if not isinstance(ids, list) or not all(type(token) is int and -1 <= token < size for token in ids):
+        # As in OpenAI's code, [-1] stands for the default list. Among other tokens it would be taken for the last one.
+        if ids == [-1]:
+            return otherwise
+        if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < size for token in ids):
             raise DataError(
                 f"generation_config.json: {name} is not a list of the model's tokens, 0 to {size - 1}. {OTHER}"
             )
-        # As in OpenAI's code, [-1] stands for the default list.
-        return otherwise if ids == [-1] else tuple(ids)
+        return tuple(ids)
 
     @cached_property
     def unspoken_first(self) -> tuple[int, ...]:
