@@ -143,7 +143,7 @@ BEST_FLAGS = ("--checkpoint", "{best}", "--manifest")
     [
         (EVALUATE, ("--checkpoint", "nowhere.pt", "--manifest", "{manifest}"), 4, "no checkpoint at nowhere.pt"),
         (EVALUATE, (*BEST_FLAGS, "{best}"), 3, "rows of"),
-        (EVALUATE, ("--checkpoint", BUNDLE, "--manifest", "{manifest}"), 4, "use a bundle with transcribe.py"),
+        (EVALUATE, ("--checkpoint", BUNDLE, "--manifest", "{manifest}"), 4, "use a bundle with konkanivani transcribe"),
         (EVALUATE, (*BEST_FLAGS, "nowhere.jsonl"), 3, "nowhere.jsonl cannot be read"),
         (EVALUATE, (*BEST_FLAGS, "{manifest}", "--output", "/nowhere/out"), 6, "--output /nowhere/out cannot be"),
         (EVALUATE, (*BEST_FLAGS, "{manifest}", "--output", __file__), 2, "a file that is not a list of hypotheses"),
