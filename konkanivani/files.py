@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from konkanivani.console import say
+from konkanivani.console import announced, say
 from konkanivani.errors import ResourceError, UsageError, defer_signals, explained
 
 # --------------------
@@ -113,13 +113,21 @@ def exclusive_lock(path: Path, is_required: bool = True) -> Iterator[None]:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            _lock_exclusively(descriptor, path)
         except OSError:
             if is_required:
                 raise
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock_exclusively(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        with announced(f"Waiting for another process that works with {path}."):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def digest_of_file(path: Path) -> str:

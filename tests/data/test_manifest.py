@@ -6,8 +6,10 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from konkanivani.console import announced
 from konkanivani.data import filtering as token_counts
 from konkanivani.data import index
 from konkanivani.data.batching import SizeLimit, cut_sizes, padded_seconds
@@ -22,6 +25,7 @@ from konkanivani.data.filtering import Limits, check_utterances, count_tokens, r
 from konkanivani.data.index import MISSING, ManifestIndex, open_index
 from konkanivani.data.manifest import Manifest, read_manifest
 from konkanivani.data.text import Tokenizer, normalize_text, train_tokenizer
+from konkanivani.files import exclusive_lock
 from konkanivani.lengths import SAMPLE_RATE, ctc_frames_needed, speed_perturbed_samples
 from tests.conftest import ROOT
 
@@ -268,3 +272,23 @@ def test_failed_index_leaves_no_partial_folder(stored_index, tmp_path, monkeypat
     monkeypatch.setattr(index.FormatCharacterCount, "to_json", lambda self: os.write(-1, b""))  # EBADF, as a full disk
     assert as_rows(read_manifest(path)) == read_without_index(path)
     assert "cannot be stored" in capsys.readouterr().out and not list(tmp_path.glob("*.index*"))
+
+
+def test_waiting_for_a_lock_is_announced(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("konkanivani.files.announced", partial(announced, delay=0.0))
+    acquired = []
+
+    def wait() -> None:
+        with exclusive_lock(tmp_path):
+            acquired.append(time.monotonic())
+
+    with exclusive_lock(tmp_path):
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        message = ""
+        while "Waiting for another process" not in message:
+            message += capsys.readouterr().err
+            time.sleep(0.01)
+        released = time.monotonic()
+    waiting.join(timeout=30)
+    assert acquired[0] >= released
