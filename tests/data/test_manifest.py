@@ -220,12 +220,12 @@ def test_micro_batch_sizes_respect_limits_and_padding_is_counted(seconds):
 
 
 KILLED = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from konkanivani.data import index
 
 def scan(*arguments):
-    print("scanning", flush=True)
+    os.write(1, b"scanning\\n")  # in one piece: several workers write
     time.sleep(60)
 
 index._scan, index.SMALL_BYTES, index.BLOCK_BYTES = scan, 0, 700
