@@ -524,7 +524,10 @@ def test_script_scores_two_files_without_torch(tmp_path, capsys, monkeypatch):
             "would overwrite a file",
         ),
         (
-            ("--hypotheses", "{hypotheses}", "--references", "{references}", "--html", "new", "--output", "./new"),
+            (
+                *("--references", "{references}", "--hypotheses", "{hypotheses}"),
+                *("--html", "{references}.x", "--output", "{references}.x"),
+            ),
             2,
             "are the same file",
         ),
