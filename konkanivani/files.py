@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -20,31 +21,86 @@ from konkanivani.errors import ResourceError, UsageError, defer_signals, explain
 
 PACKAGE = Path(__file__).parent
 PIECE_BYTES = 2**20
+WRITE_ADVICE = "Free disk space, repair the folder, or choose another one."
 
 
 @contextlib.contextmanager
 def atomic_replace(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`; at the end, sync it to disk and rename it to `path`.
 
-    If anything fails, `path` keeps its content and the temporary file is removed.
+    If anything fails, `path` keeps its content and the temporary file is removed. The temporary name is fixed, so that
+    the next writer overwrites what a killed one has left; if several processes may write `path`, use `sole_writer` too.
     """
-    # In the same folder, since a rename is atomic only within a file system.
-    partial = path.with_name(path.name + ".partial")
+    partial = _partial_path(path)
     try:
         yield partial
         with open(partial, "rb") as file:
             os.fsync(file.fileno())
         os.replace(partial, path)
-    finally:
+    except BaseException:
+        # Not after the rename, when the name may belong to the next process.
         with contextlib.suppress(OSError):
             partial.unlink()
+        raise
+
+
+def _partial_path(path: Path) -> Path:
+    # In the same folder, since a rename is atomic only within a file system.
+    return path.with_name(path.name + ".partial")
+
+
+@contextlib.contextmanager
+def sole_writer(path: Path) -> Iterator[None]:
+    """Wait until no other process writes `path` in such a block, then run the block, which calls `atomic_replace`.
+
+    The lock is that of the temporary file. A file system without locks is used without. Raises an OSError if the
+    temporary file cannot be created.
+    """
+    partial = _partial_path(path)
+    while True:
+        # Writable, because NFS has exclusive locks only for such files.
+        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            _wait_for_lock(descriptor, path)
+            if _is_at(descriptor, partial):
+                break
+        except BaseException:
+            os.close(descriptor)
+            raise
+        # The process that had the lock has renamed or removed this file.
+        os.close(descriptor)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            if _is_at(descriptor, partial):  # nothing was written
+                partial.unlink()
+        # The kernel releases the lock, also when the process ends, even by SIGKILL.
+        os.close(descriptor)
+
+
+def _wait_for_lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        say(f"Another process writes {path}: waiting for it. Press Ctrl-C to stop.", sys.stderr)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        pass  # the file system has no locks
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Return whether an open file is the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path as `atomic_replace` does; an OSError becomes a ResourceError with a general message."""
-    advice = "Free disk space, repair the folder, or choose another one."
-    with explained(ResourceError, f"{path} could not be written", advice), atomic_replace(path) as partial:
+    with explained(ResourceError, f"{path} could not be written", WRITE_ADVICE), atomic_replace(path) as partial:
         yield partial
 
 

@@ -326,16 +326,16 @@ def check_is_there(path: Path) -> None:
     advice = "Give the path of a checkpoint_*.pt file."
     if path.suffix == ".nemo":
         advice = f"It is a NeMo file: convert it with konkanivani import {path} {path.with_suffix('.pt')}."
-    elif path.suffix == ".safetensors" and path.is_file() and not zipfile.is_zipfile(path):
+    elif path.suffix == ".safetensors" and os.path.isfile(path) and not zipfile.is_zipfile(path):
         advice = (
             "It is a safetensors file: use a bundle with konkanivani transcribe; here give the checkpoint that it was "
             "exported from."
         )
-    elif path.is_file():
+    elif os.path.isfile(path):
         return
-    elif (path / "config.json").is_file():
+    elif os.path.isfile(path / "config.json"):
         advice = f"It is a model folder: use --pretrained {path} for a Whisper model, konkanivani import for others."
-    elif path.is_dir():
+    elif os.path.isdir(path):
         advice = f"It is a folder: give one of its files, or --checkpoint_dir {path} --resume auto to resume training."
     raise CheckpointError(f"There is no checkpoint at {path}. {advice}")
 

@@ -194,6 +194,8 @@ def check_flags(flags: Flags) -> None:
         raise UsageError(f"--worst {flags.worst} must be at least 0.")
     if flags.html is not None:
         check_own_file(Path(flags.html), "--html", "page", PAGE_START)
+        if flags.output_path and flags.output_path.resolve() == Path(flags.html).resolve():
+            raise UsageError(f"--html {flags.html} and --output are the same file: choose another path for one.")
     inputs = [path for path in (*of_checkpoint, *of_texts, flags.compare) if path is not None]
     if flags.output_path and any(flags.output_path.resolve() == Path(path).resolve() for path in inputs):
         raise UsageError(

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import safetensors.torch
 import torch
 
 from konkanivani.checkpoints.checkpoint import check_finite, provenance_of
+from konkanivani.command_line import is_out_of_memory
 from konkanivani.config import AugmentConfig, FeatureConfig, ModelConfig, TrainConfig
 from konkanivani.data.text import Tokenizer
 from konkanivani.errors import CheckpointError, DataError, ResourceError, UsageError
@@ -71,7 +73,7 @@ class Contents:
 
 def is_bundle(path: Path) -> bool:
     """Return whether a file is a bundle, by its name or, even if damaged, by its first bytes."""
-    if path.suffix == SUFFIX or not path.is_file():
+    if path.suffix == SUFFIX or not os.path.isfile(path):
         return path.suffix == SUFFIX
     try:
         with open(path, "rb") as file:
@@ -117,7 +119,7 @@ def read_bundle(path: Path, device: torch.device) -> SpeechModel:
     Raises a CheckpointError if the file is missing or damaged, and a ResourceError if it may not be read or memory is
     insufficient.
     """
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise CheckpointError(
             f"There is no bundle at {path}. Give the path of a {SUFFIX} file written by konkanivani export."
         )
@@ -125,10 +127,13 @@ def read_bundle(path: Path, device: torch.device) -> SpeechModel:
         return _build(_read_contents(path), path, device)
     except (CheckpointError, ResourceError):
         raise
-    except (PermissionError, MemoryError) as error:
-        reason = "permission denied" if isinstance(error, PermissionError) else "not enough memory"
-        raise ResourceError(f"The bundle {path} cannot be read: {reason}. Fix that and start again.") from None
+    except PermissionError:
+        raise ResourceError(f"The bundle {path} cannot be read: permission denied. Fix that and start again.") from None
     except Exception as error:  # a damaged or hostile file can raise nearly anything
+        if is_out_of_memory(error):
+            raise ResourceError(
+                f"The bundle {path} cannot be read: not enough memory. Close other programs, or use --device cpu."
+            ) from None
         reason = (str(error) or type(error).__name__).splitlines()[0][:200].rstrip(".")
         raise CheckpointError(
             f"The bundle {path} is damaged or not a KonkaniVani bundle ({reason}){conversion_hint(path)}. "

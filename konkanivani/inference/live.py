@@ -5,7 +5,6 @@ import dataclasses
 import fcntl
 import json
 import os
-import shutil
 import stat
 import sys
 import termios
@@ -17,7 +16,7 @@ import torch
 
 from konkanivani.console import display_width, printable
 from konkanivani.data.audio.pcm import PcmDecoder, PcmFormat
-from konkanivani.errors import DataError, defer_interrupt
+from konkanivani.errors import DataError, defer_interrupt, explained
 from konkanivani.inference.listener import EVERY, Event, Final, Listener
 from konkanivani.inference.recognizer import Recognizer
 from konkanivani.inference.segmentation import STEPS_A_SECOND, Piece
@@ -29,6 +28,8 @@ PIPE_BYTES = 2**20  # half a minute of 16-bit audio at 16 kHz: a recorder does n
 FILE_BYTES = 2**12  # read at a time from a file, where more always waits; 0.13 s of 16-bit audio at 16 kHz
 BEHIND_SECONDS = 5.0  # backlog that is reported
 TIMED_SECONDS = 5.0
+USUAL_COLUMNS = 80  # of a terminal of unknown size
+NOT_READ = "Pipe audio, or redirect an audio file: konkanivani listen - < speech.wav."
 
 
 class LiveOutput:
@@ -61,12 +62,21 @@ class LiveOutput:
     def _rewrite(self, text: str) -> None:
         if self._terminal is None:
             return
-        columns = shutil.get_terminal_size().columns - 1
+        columns = _columns(self._terminal) - 1
         # The latest words, if the line is too short for all.
         while display_width(text) > columns:
             text = text[1:]
         self._terminal.write(f"\r\x1b[K{text}")
         self._terminal.flush()
+
+
+def _columns(terminal: TextIO) -> int:
+    """Return the width of this terminal, which `shutil.get_terminal_size` would return for stdout only."""
+    try:
+        columns = os.get_terminal_size(terminal.fileno()).columns
+    except OSError:
+        columns = 0
+    return columns or USUAL_COLUMNS  # serial lines and some containers state 0
 
 
 def event_line(event: Event) -> str:
@@ -109,7 +119,7 @@ def expected_delay(recognizer: Recognizer, every: float = EVERY) -> str:
 def listen(recognizer: Recognizer, descriptor: int, raw: PcmFormat, output: LiveOutput) -> str:
     """Recognise audio from a file descriptor until its end or Ctrl-C; return a sentence on leftover bytes, or "".
 
-    Raises a DataError if the bytes are not audio, after the final text of the audio before them.
+    Raises a DataError if the bytes are not audio or cannot be read, after the final text of the audio before them.
     """
     decoder = PcmDecoder(raw)
     listener: Listener | None = None
@@ -153,7 +163,11 @@ def _read_pieces(descriptor: int) -> Iterator[bytes]:
         # Only a larger buffer: it may be refused, or the input may be a socket.
         with contextlib.suppress(OSError):
             fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    while data := os.read(descriptor, FILE_BYTES if is_file else PIPE_BYTES):
+    while True:
+        with explained(DataError, "Standard input cannot be read", NOT_READ):
+            data = os.read(descriptor, FILE_BYTES if is_file else PIPE_BYTES)
+        if not data:
+            return
         yield data
 
 

@@ -197,10 +197,10 @@ def load_recognizer(
     decoding = DecodingConfig(decode=decode, beam=beam)
     check_decoding(decoding)
     folder = Path(path)
-    if (folder / CONFIG).is_file():
+    if os.path.isfile(folder / CONFIG):
         pretrained = PretrainedConfig(pretrained=str(folder), language=language)
         return build_recognizer(path, decoding, device, pretrained=pretrained)
-    if (folder / FOLDER_NAME).is_file():
+    if os.path.isfile(folder / FOLDER_NAME):
         path = folder / FOLDER_NAME
     return build_recognizer(path, decoding, device)
 

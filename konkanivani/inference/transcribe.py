@@ -1,6 +1,7 @@
 """Transcription of audio files and folders, to the screen or to files."""
 
 import contextlib
+import os
 import sys
 import warnings
 from collections import Counter
@@ -18,8 +19,8 @@ from konkanivani.data.audio.files import SIGN, AudioSource, ShortAudio, Unusable
 from konkanivani.data.audio.paths import AUDIO_SUFFIXES, existing_path
 from konkanivani.data.batching import partition
 from konkanivani.distributed import ALONE, Topology, broadcast_from_rank0, gather
-from konkanivani.errors import DataError, ResourceError, UsageError
-from konkanivani.files import atomic_write, visible_files, without_empty_folders
+from konkanivani.errors import DataError, ResourceError, UsageError, explained
+from konkanivani.files import WRITE_ADVICE, atomic_replace, sole_writer, visible_files, without_empty_folders
 from konkanivani.inference.recognizer import Recognizer
 from konkanivani.inference.word_times import Segment, TextFormat, Timestamps, render
 
@@ -59,7 +60,8 @@ def find_recordings(paths: Sequence[str], spooled: Path | None = None) -> list[R
         if spooled is not None and str(path) == SIGN:
             recordings.append(Recording(spooled, Path("stdin"), SIGN))
             continue
-        if not path.is_dir():
+        # Unlike Path.is_dir before Python 3.12, os.path.isdir returns False for paths that cannot be examined.
+        if not os.path.isdir(path):
             recordings.append(Recording(path, Path(path.name)))
             continue
         audible = sorted(
@@ -133,17 +135,19 @@ class Transcription:
         failed = 0
         recognizer = self.load()  # takes seconds, so it comes after all checks that may refuse the run
         # A missing file counts 0 here; its error is raised when it is opened.
-        sizes = np.array([recording.path.stat().st_size if recording.path.is_file() else 0 for recording in recordings])
+        paths = [recording.path for recording in recordings]
+        sizes = np.array([path.stat().st_size if os.path.isfile(path) else 0 for path in paths])
         # File size approximates duration. Every rank computes the same partition, without communication.
         portion = partition(sizes, self.topology.world_size)[self.topology.rank]
         shown = [recordings[number] for number in portion]
         with _Progress(shown, self.topology) as progress, _report_short_audio(progress):
             for number in portion:
                 try:
-                    if not done[number]:
-                        self._transcribe(recognizer, recordings[number], targets[number], progress, is_only_recording)
+                    is_new = not done[number] and self._transcribe(
+                        recognizer, recordings[number], targets[number], progress, is_only_recording
+                    )
                     if self.output is not None:
-                        name = printable(targets[number]) + " already exists" * done[number]
+                        name = printable(targets[number]) + ("" if is_new else " already exists")
                         progress.write(f"{number + 1} of {len(targets)}: {name}\n", sys.stderr)
                 except UnusableAudio as error:
                     if is_only_recording:
@@ -158,7 +162,7 @@ class Transcription:
         if self.output is not None:
             paths = output_paths(recordings, self.output, self.text_format)
             # Only rank 0 checks: ranks that see other states of a shared file system would disagree on the work.
-            exists = broadcast_from_rank0(self.topology, lambda: [path.exists() for path in paths])
+            exists = broadcast_from_rank0(self.topology, lambda: [os.path.exists(path) for path in paths])
             if any(exists) and self.existing == "refuse":
                 raise UsageError(
                     f"{paths[exists.index(True)]} already exists, one of {sum(exists):,}. Use --existing keep to make "
@@ -176,17 +180,18 @@ class Transcription:
         target: Path | None,
         progress: "_Progress",
         is_only_recording: bool,
-    ) -> None:
+    ) -> bool:
+        """Transcribe to the file `target` or the screen; return False if another process has written the file."""
         try:
             segments = progress.follow(recording, recognizer.segments(recording.path))
             texts = render(segments, self.text_format, self.timestamps, str(recording))
             if target is not None:
-                write_text(target, texts)
-                return
+                return write_text(target, texts, is_kept=self.existing == "keep")
             if self.text_format == "txt" and not is_only_recording:
                 progress.write(f"==> {printable(recording)} <==\n", sys.stdout)
             for text in texts:
                 progress.write(text, sys.stdout)
+            return True
         except UnusableAudio as error:
             # Name standard input as the user did, not the spool file.
             raise UnusableAudio(AudioSource(str(recording)), error.reason) from None
@@ -286,14 +291,21 @@ def _seconds(path: Path) -> float:
         return 0.0
 
 
-def write_text(path: Path, texts: Iterable[str]) -> None:
-    """Write the texts, recognised while they are written, to a file; on failure, an existing file is unchanged.
+def write_text(path: Path, texts: Iterable[str], is_kept: bool = False) -> bool:
+    """Write the texts, recognised while they are written, to a file, and return whether it was written.
 
-    Raises a ResourceError if the file cannot be written.
+    On failure, an existing file is unchanged. With `is_kept` it is not written, even if it has appeared while this
+    process waited for another one that writes it. Raises a ResourceError if the file cannot be written.
     """
-    with atomic_write(path) as partial:
-        # Inside the block, where an OSError becomes a ResourceError.
+    with explained(ResourceError, f"{path} could not be written", WRITE_ADVICE):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # File names may contain bytes that are not text. JSON output escapes them in the same way.
-        with open(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.writelines(texts)
+        with sole_writer(path):
+            if is_kept and os.path.exists(path):
+                return False
+            # File names may contain bytes that are not text. JSON output escapes them in the same way.
+            with (
+                atomic_replace(path) as partial,
+                open(partial, "w", encoding="utf-8", errors="backslashreplace") as file,
+            ):
+                file.writelines(texts)
+    return True

@@ -54,7 +54,8 @@ class Corrections:
         path = self._folder / name
         with explained(ResourceError, f"{path} could not be written", ADVICE, soundfile.LibsndfileError):
             path.parent.mkdir(parents=True, exist_ok=True)
-        with exclusive_lock(self._folder):
+        # Only the lock can raise an OSError here.
+        with explained(ResourceError, f"{self._folder} could not be locked", ADVICE), exclusive_lock(self._folder):
             # The audio comes first: a row without audio would be invalid, audio without a row is only unused.
             with atomic_write(path) as partial:
                 _write_flac(partial, correction)
@@ -73,8 +74,8 @@ class Corrections:
 def open_corrections(folder: str) -> Corrections:
     """Return the corrections of a folder, which may be new; raise a ResourceError if it cannot be written."""
     path = Path(folder).absolute()
-    existing = next(place for place in (path, *path.parents) if place.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
+    existing = next(place for place in (path, *path.parents) if os.path.exists(place))
+    if not os.path.isdir(existing) or not os.access(existing, os.W_OK):
         raise ResourceError(f"--corrections {folder}: {existing} is not a writable folder. Choose another one.")
     return Corrections(path)
 

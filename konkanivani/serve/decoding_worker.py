@@ -52,6 +52,7 @@ class Recording:
         self._deliver = deliver
         self._lock = threading.Lock()
         self._blocks: deque[np.ndarray] = deque()
+        self._added = 0  # samples
         self._waiting = 0  # samples
         self._decoded = 0  # samples
         self._load = 0.0
@@ -63,10 +64,16 @@ class Recording:
         """Return the seconds of audio that wait for the recogniser."""
         return self._waiting / self._sample_rate
 
+    @property
+    def is_behind(self) -> bool:
+        """Return whether some samples wait or are being decoded."""
+        return self._decoded < self._added
+
     def add(self, samples: np.ndarray) -> None:
         """Append samples (S,)."""
         with self._lock:
             self._blocks.append(samples)
+            self._added += len(samples)
             self._waiting += len(samples)
 
     def complete(self) -> None:

@@ -168,13 +168,13 @@ ACCEPT_SECONDS = 0.2
 # A page sends its next file when it has the last result, a moment before the server has ended the session.
 SESSION_SECONDS = 1.0
 WAITING_CONNECTIONS = 512  # in the kernel, until they are accepted or refused
-OUT_OF_SOCKETS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+CLOSED = (errno.EBADF, errno.EINVAL)  # errors of `accept` after the socket was closed or shut down
 
 Handler = Callable[[socket.socket, Any], None]
 
 
 class LimitedSocket(socket.socket):
-    """Listening socket that closes connections beyond a limit, and continues after a lack of file descriptors."""
+    """Listening socket that closes connections beyond a limit, and continues after errors until it is closed."""
 
     def __init__(self, listening: socket.socket, most: int) -> None:
         super().__init__(listening.family, listening.type, listening.proto, listening.detach())
@@ -190,8 +190,9 @@ class LimitedSocket(socket.socket):
             except TimeoutError:
                 continue
             except OSError as error:
-                if error.errno not in OUT_OF_SOCKETS:
+                if error.errno in CLOSED:
                     raise
+                # Such as a lack of file descriptors, or a network error of a connection that waits.
                 time.sleep(ACCEPT_SECONDS)
                 continue
             if self._slots.acquire(blocking=False):
@@ -340,16 +341,21 @@ class PageServer:
 def bind(host: str, port: int) -> socket.socket:
     """Return a listening socket; raise a ResourceError if the address cannot be used."""
     failure = f"The page cannot be served at {host}, port {port}"
-    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    other_host = "Give an address of this computer with --host."
+    with explained(ResourceError, failure, other_host):  # a system without IPv6 has no such sockets
+        listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        with explained(ResourceError, failure, "Choose another port with --port."):
-            # A port of a server that has just ended can be used at once.
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((host, port))
-            listening.listen(WAITING_CONNECTIONS)
-    except ResourceError:
+        # A port of a server that has just ended can be used at once.
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(WAITING_CONNECTIONS)
+    except (OSError, UnicodeError) as error:
         listening.close()
-        raise
+        # A UnicodeError is about a name that no host can have, such as "a..b".
+        is_host = isinstance(error, socket.gaierror | UnicodeError) or error.errno == errno.EADDRNOTAVAIL
+        advice = other_host if is_host else "Choose another port with --port."
+        with explained(ResourceError, failure, advice, UnicodeError):
+            raise
     return listening
 
 

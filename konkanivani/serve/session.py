@@ -185,6 +185,9 @@ class Session:
             )
         if self._outbox.blocked_seconds() > limits.send_seconds:
             self._outbox.cut()
+        # The page sends no more while its audio waits here.
+        if self._recording is not None and self._recording.is_behind:
+            self._heard_at = time.monotonic()
         if not self._is_complete and time.monotonic() - self._heard_at > limits.idle_seconds:
             raise DataError(f"No audio arrived for {limits.idle_seconds:g} s, so the session was closed. Start again.")
 

@@ -1,6 +1,8 @@
 """listen.py reads raw PCM or WAV of unknown length from standard input and rejects other input."""
 
 import contextlib
+import errno
+import fcntl
 import io
 import json
 import os
@@ -9,6 +11,7 @@ import signal
 import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +155,39 @@ def test_text_before_invalid_samples_is_printed(trained, tmp_path):
     )
     assert done.returncode == 3 and "NaN" in done.stderr and "Traceback" not in done.stderr
     assert len(done.stdout.splitlines()) == len(SENTENCES)
+
+
+def test_input_that_cannot_be_read_raises_data_error_after_the_text(trained, tmp_path, capsys, monkeypatch):
+    folder = os.open(tmp_path, os.O_RDONLY)
+    with pytest.raises(DataError, match="Standard input cannot be read: Is a directory"):
+        live.listen(trained.recognizer, folder, RAW, live.LiveOutput(False))
+    os.close(folder)
+    source = os.open(write_file(tmp_path / "in", pcm16_bytes(recording()[:-9_000])), os.O_RDONLY)
+    read = os.read
+
+    def fail_at_end(descriptor: int, count: int) -> bytes:
+        if data := read(descriptor, count):
+            return data
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(live.os, "read", fail_at_end)
+    with pytest.raises(DataError, match="Input/output error"):
+        live.listen(trained.recognizer, source, RAW, live.LiveOutput(False))
+    os.close(source)
+    assert len(capsys.readouterr().out.splitlines()) == len(SENTENCES)
+
+
+@pytest.mark.parametrize(("columns", "shown"), [(20, 19), (0, 79)])
+def test_partial_text_fits_the_terminal_that_shows_it(monkeypatch, columns, shown):
+    master, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    monkeypatch.setenv("COLUMNS", "300")
+    with open(terminal, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        live.LiveOutput(False).show([Partial("x" * 200, "end", 0.0)])
+        text = os.read(master, 4_096).decode()
+    os.close(master)
+    assert text == "\r\x1b[K" + ("x" * 200 + " end")[-shown:]
 
 
 @pytest.mark.parametrize("count", [1, 2])

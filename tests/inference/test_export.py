@@ -30,6 +30,7 @@ from konkanivani.inference import bundle, onnx_graph
 from konkanivani.inference.bundle import Contents, bundle_bytes, is_bundle, read_bundle
 from konkanivani.inference.export import OnnxModel, quantize, read_onnx, token_texts
 from konkanivani.inference.onnx_graph import MatrixLogMel, RecognitionGraph, require_onnx
+from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.inference.write_exports import TOLERANCE, check_bundle, check_onnx, check_signal, recognize_with
 from konkanivani.lengths import Framing, subsampled_length
@@ -526,6 +527,24 @@ def test_documentation_example_transcribes_like_the_model(speech_model, onnx_byt
     command, options = [sys.executable, "-I", "example.py"], {"capture_output": True, "text": True}
     done = checked(subprocess.run(command, cwd=tmp_path, timeout=PROCESS_TIMEOUT, **options))
     assert done.stdout.strip() == recognize_with(speech_model)(waveform[None], (len(waveform),))[0] != ""
+
+
+def test_missing_memory_is_not_reported_as_damage(speech_model, tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bundle_bytes(speech_model))
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    monkeypatch.setattr(bundle, "_build", fail)
+    with pytest.raises(ResourceError, match="cannot be read: not enough memory. Close"):
+        read_bundle(path, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("suffix", ["", ".pt", ".safetensors"])
+def test_too_long_path_raises_checkpoint_error(tmp_path, suffix):
+    with pytest.raises(CheckpointError, match="There is no"):
+        load_recognizer(tmp_path / ("x" * 300 + suffix))
 
 
 def test_failed_atomic_write_keeps_the_old_file(tmp_path):

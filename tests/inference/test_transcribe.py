@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +24,7 @@ from konkanivani.errors import CheckpointError, DataError, UsageError
 from konkanivani.inference.bundle import bundle_bytes
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.inference.segmentation import build_segmentation
-from konkanivani.inference.transcribe import Recording, find_recordings, output_paths
+from konkanivani.inference.transcribe import Recording, Transcription, find_recordings, output_paths, write_text
 from konkanivani.inference.word_times import Segment, Word, build_cues, render, srt_time
 from konkanivani.scoring.metrics import error_rates
 from tests.conftest import checked, run_in_process, run_script
@@ -264,6 +266,71 @@ def test_existing_output_is_replaced_only_on_request(trained, folder, tmp_path):
     assert good.read_bytes() == original  # negative control
 
 
+def write_slowly(path: Path, is_kept: bool) -> tuple[threading.Thread, threading.Event]:
+    """Write "one" and, after the returned event, "two" to a file."""
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def texts() -> Iterator[str]:
+        yield "one "
+        has_begun.set()
+        assert may_end.wait(PROCESS_TIMEOUT)
+        yield "two"
+
+    thread = threading.Thread(target=write_text, args=(path, texts(), is_kept))
+    thread.start()
+    assert has_begun.wait(PROCESS_TIMEOUT)
+    return thread, may_end
+
+
+@pytest.mark.parametrize(("is_kept", "expected"), [(True, "one two"), (False, "three")])
+def test_second_writer_of_a_transcript_waits_for_the_first(tmp_path, capsys, is_kept, expected):
+    path = tmp_path / "new" / "a.txt"
+    first, may_end = write_slowly(path, is_kept)
+    results = []
+    second = threading.Thread(target=lambda: results.append(write_text(path, ["three"], is_kept)))
+    second.start()
+    second.join(0.3)
+    assert second.is_alive() and not path.exists()
+    may_end.set()
+    first.join(PROCESS_TIMEOUT)
+    second.join(PROCESS_TIMEOUT)
+    assert path.read_text() == expected and results == [not is_kept]
+    assert list(path.parent.iterdir()) == [path]
+    assert f"Another process writes {path}: waiting" in capsys.readouterr().err
+
+
+def test_partial_transcript_of_a_killed_process_is_overwritten(tmp_path):
+    path = tmp_path / "a.txt"
+    write_then_die = f"""
+import os, signal
+from pathlib import Path
+from konkanivani.inference.transcribe import write_text
+def texts():
+    yield "long text of a killed process" * 1000
+    os.kill(os.getpid(), signal.SIGKILL)
+write_text(Path({str(path)!r}), texts())
+"""
+    subprocess.run([sys.executable, "-c", write_then_die], cwd=ROOT)
+    assert [each.name for each in tmp_path.iterdir()] == ["a.txt.partial"]
+    assert write_text(path, ["new"]) and path.read_text() == "new"
+    # Negative control: a failed write leaves nothing either.
+    with pytest.raises(ZeroDivisionError):
+        write_text(path, (str(1 // number) for number in (1, 0)))
+    assert list(tmp_path.iterdir()) == [path] and path.read_text() == "new"
+
+
+def test_transcript_that_appears_during_the_run_is_kept(tmp_path, capsys):
+    class WritingRecognizer:
+        def segments(self, _path: Path) -> list[Segment]:
+            (tmp_path / "b.txt").write_text("by another process")
+            return [Segment((word("एक", 0, 1),))]
+
+    recordings = [Recording(tmp_path / name, Path(name)) for name in ("a.wav", "b.wav")]
+    Transcription(WritingRecognizer, "txt", "segment", tmp_path, "keep").run(recordings)
+    assert (tmp_path / "a.txt").read_text() == "एक\n" and (tmp_path / "b.txt").read_text() == "by another process"
+    assert f"2 of 2: {tmp_path / 'b.txt'} already exists" in capsys.readouterr().err
+
+
 def test_printed_transcript_equals_the_recognizer_output(trained, folder):
     expected = trained.recognizer.transcribe(folder / "good.wav")
     done = transcribe(trained, folder / "good.wav")
@@ -323,6 +390,8 @@ def test_phone_formats_are_transcribed_like_wav(trained, phone_folder):
         (("{good}", "--beam", "0"), 2, "--beam"),
         (("{good}", "{good}", "--format", "vtt"), 2, "--output_dir"),
         (("/dev/zero",), 3, "not a file"),
+        (("x" * 300,), 3, "File name too long"),
+        (("{good}", "--output_dir", "x" * 300), 6, "could not be written: File name too long"),
         (("{text}",), 3, "cannot be opened as audio"),
         (("{good}", "--output_dir", "{text}"), 6, "could not be written"),
     ],

@@ -523,6 +523,14 @@ def test_script_scores_two_files_without_torch(tmp_path, capsys, monkeypatch):
             2,
             "would overwrite a file",
         ),
+        (
+            (
+                *("--references", "{references}", "--hypotheses", "{hypotheses}"),
+                *("--html", "{references}.x", "--output", "{references}.x"),
+            ),
+            2,
+            "are the same file",
+        ),
         (("--references", "{references}", "--hypotheses", "{hypotheses}", "--worst", "-1"), 2, "at least 0"),
         (
             ("--references", "{references}", "--hypotheses", "{hypotheses}", "--html", "/nowhere/a.html"),

@@ -1,5 +1,6 @@
 """Access control of the page: token, Host, Origin, headers, static files, and many connections."""
 
+import errno
 import http.client
 import re
 import socket
@@ -10,7 +11,7 @@ import pytest
 from websockets.exceptions import InvalidStatus
 
 from konkanivani.errors import ResourceError
-from konkanivani.serve.server import CONTENT_TYPES, STATIC, PageServer, bind
+from konkanivani.serve.server import CONTENT_TYPES, STATIC, LimitedSocket, PageServer, bind
 from konkanivani.serve.session import Limits
 from tests.conftest import ROOT
 from tests.serve.parts import connect_to, running_server
@@ -166,6 +167,26 @@ def test_port_in_use_raises_resource_error():
         with pytest.raises(ResourceError, match=f"port {port}: Address already in use.*--port"):
             bind("127.0.0.1", port)
     bind("127.0.0.1", 0).close()  # negative control
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid", "a..b"])
+def test_wrong_host_advises_another_host(host):
+    with pytest.raises(ResourceError, match=r"cannot be served at .*: .*\. Give an address .* with --host\.$"):
+        bind(host, 0)
+
+
+def test_server_continues_after_an_error_of_accept(monkeypatch):
+    accept = LimitedSocket._accept
+    errors = [OSError(errno.ECONNABORTED, "aborted"), OSError(errno.EPERM, "forbidden")]
+
+    def fail_at_first(listening: LimitedSocket) -> object:
+        if errors:
+            raise errors.pop()
+        return accept(listening)
+
+    monkeypatch.setattr(LimitedSocket, "_accept", fail_at_first)
+    with running_server() as server:
+        assert get(server, "").status == 200 and errors == []
 
 
 def test_server_listens_only_on_loopback(server):

@@ -1,7 +1,9 @@
 """Corrected transcripts are saved as manifest rows, and edited transcripts are rendered."""
 
 import contextlib
+import errno
 import json
+import os
 import time
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from konkanivani.data.audio.waveform import load_audio
 from konkanivani.data.manifest import read_manifest
 from konkanivani.inference import word_times
 from konkanivani.inference.word_times import Segment, Word
-from konkanivani.serve.corrections import MANIFEST, Corrections, edit_segment
+from konkanivani.serve.corrections import MANIFEST, Corrections, edit_segment, open_corrections
 from konkanivani.serve.server import PageServer
 from konkanivani.serve.session import Limits
 from tests.serve.parts import RATE, connect_to, receive_messages, running_server, tones
@@ -125,6 +127,20 @@ def test_unwritable_folder_is_reported(tmp_path):
     with running_server(corrections=Corrections(tmp_path / "file" / "corrections")) as server:
         message = save(server)["message"]
     assert "could not be written: Not a directory" in message and "Traceback" not in message
+
+
+def test_folder_without_locks_is_reported(tmp_path, monkeypatch):
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("konkanivani.files.fcntl.flock", fail)
+    with running_server(corrections=Corrections(tmp_path)) as server:
+        assert f"{tmp_path} could not be locked: No locks available" in save(server)["message"]
+
+
+def test_too_long_folder_name_is_reported(tmp_path):
+    with running_server(corrections=open_corrections(str(tmp_path / ("x" * 300)))) as server:
+        assert "could not be written: File name too long" in save(server)["message"]
 
 
 @pytest.mark.parametrize(

@@ -285,6 +285,141 @@ def test_muted_microphone_is_reported_until_signal_arrives(page):
     page.wait(IS_READY)
 
 
+SENT_SAMPLES = """(() => {
+    window.sent = [];
+    const send = WebSocket.prototype.send;
+    WebSocket.prototype.send = function (data) {
+        sent.push(typeof data === "string" ? JSON.parse(data).type : data.length);
+        send.call(this, data);
+    };
+})()"""
+STOP_BETWEEN_BLOCKS = """(async () => {
+    const before = sent.length;
+    while (sent.length === before) { await new Promise((resolve) => setTimeout(resolve, 1)); }
+    await new Promise((resolve) => setTimeout(resolve, 60));
+    for (let click = 0; click < 2; click += 1) { document.querySelector("#listen").click(); }
+})()"""
+
+
+def test_stop_button_sends_last_partial_block(page):
+    page.evaluate(SENT_SAMPLES)
+    page.click("#listen")
+    page.wait("document.querySelector('#status').innerText === 'Listening' && sent.length > 2")
+    page.evaluate(STOP_BETWEEN_BLOCKS)
+    page.wait(IS_READY)
+    start, whole, *blocks, rest, finish = page.evaluate("sent")
+    assert (start, finish) == ("start", "finish") and set(blocks) == {whole} and 0 < rest < whole
+
+
+ASK_FOR_EVER = """(() => {
+    const open = navigator.mediaDevices.getUserMedia.bind(navigator.mediaDevices);
+    navigator.mediaDevices.getUserMedia = (constraints) => new Promise((resolve) => {
+        window.allow = async () => resolve(window.opened = await open(constraints));
+    });
+})()"""
+
+
+def test_stop_while_the_browser_asks_for_the_microphone(page):
+    page.evaluate(ASK_FOR_EVER)
+    page.click("#listen")
+    page.wait("typeof allow === 'function'")
+    page.click("#listen")
+    page.wait(IS_READY)
+    page.evaluate("allow()")
+    page.wait("opened.getAudioTracks()[0].readyState === 'ended'")
+    assert page.text("#status") == "Ready"
+    assert page.evaluate("document.querySelectorAll('.recording').length") == 0
+
+
+def test_stop_while_a_file_is_decoded(page, folder):
+    page.evaluate("OfflineAudioContext.prototype.decodeAudioData = () => new Promise(() => {})")
+    page.choose_files(folder / "speech.wav")
+    page.wait("document.querySelector('#status').innerText.startsWith('Decoding')")
+    page.click("#listen")
+    page.wait(IS_READY)
+    assert page.evaluate("document.querySelectorAll('.recording').length") == 0
+
+
+def test_microphone_is_closed_if_the_server_is_lost_while_it_opens(browser):
+    with running_server() as stopping:
+        browser.open(stopping.address)
+        browser.evaluate(KEEP_STREAM)
+    browser.click("#listen")
+    browser.wait(IS_READY)
+    assert "connection to the server was lost" in browser.text("#message")
+    assert browser.evaluate("opened.getAudioTracks()[0].readyState") == "ended"
+
+
+COMPOSITION = "new KeyboardEvent('keydown', {key: 'Escape', isComposing: true, bubbles: true})"
+DISABLED = "[...document.querySelectorAll('.form textarea, .form button')].map((control) => control.disabled)"
+
+
+def test_form_is_disabled_while_it_is_saved(browser, folder, tmp_path):
+    with running_server(corrections=Corrections(tmp_path)) as server:
+        browser.open(server.address)
+        browser.choose_files(folder / "speech.wav")
+        browser.wait(f"{SHOWN_LINES}.length === 2")
+        browser.wait(IS_READY)
+        browser.click(".line:nth-child(1) .edit")
+        # The Escape key of an input method does not close the form.
+        browser.evaluate(f"document.querySelector('textarea').dispatchEvent({COMPOSITION})")
+        assert browser.evaluate(DISABLED) == [False] * 3
+        with server._saving:
+            browser.click(".primary:not(#listen)")
+            assert browser.evaluate(DISABLED) == [True] * 3
+            browser.click(".line:nth-child(2) .edit")
+        browser.wait("document.querySelector('.note')?.innerText.startsWith('Saved; 1 line')")
+        # The focus stays in the other line.
+        assert browser.evaluate("document.activeElement.value") == TEXTS[1]
+
+
+DRAG = """(() => {
+    const transfer = new DataTransfer();
+    transfer.items.add(%s);
+    const options = { dataTransfer: transfer, bubbles: true, cancelable: true };
+    const events = ["dragover", "drop"].map((name) => new DragEvent(name, options));
+    return events.map((event) => !document.body.dispatchEvent(event));
+})()"""
+
+
+def test_only_dragged_files_are_handled(page):
+    assert page.evaluate(DRAG % "'some text', 'text/plain'") == [False, False]
+    assert page.evaluate("document.body.className") == ""
+    assert page.evaluate(DRAG % "new File(['x'], 'x.wav')") == [True, True]  # negative control
+    page.wait("document.querySelector('#message').innerText.includes('x.wav is not audio')")
+
+
+KEEP_MUCH = """(async () => {
+    const { KEPT_BYTES, KeptAudio } = await import("./audio.js");
+    const block = new Float32Array(KEPT_BYTES / 16);  // an eighth of the limit, as 16-bit integers
+    const seconds = block.length / 16000;
+    const [one, two] = [new KeptAudio(16000), new KeptAudio(16000)];
+    for (let number = 0; number < 4; number += 1) { one.add(block); }
+    for (let number = 0; number < 5; number += 1) { two.add(block); }
+    const isKept = (audio, number) => audio.slice(number * seconds, number * seconds + 1) !== null;
+    const before = [isKept(one, 0), isKept(one, 1), isKept(two, 0)];
+    for (let number = 0; number < 4; number += 1) { two.add(block); }
+    return [before, [isKept(one, 3), isKept(two, 0), isKept(two, 1)]];
+})()"""
+
+
+def test_oldest_audio_of_all_recordings_is_dropped_first(page):
+    assert page.evaluate(KEEP_MUCH) == [[False, True, True], [False, False, True]]
+
+
+LONG_TRANSCRIPT = """(async () => {
+    const { renderTranscript } = await import("./connection.js");
+    const word = { text: "शब्दांनी", start: 12345.123456789, end: 12345.623456789, confidence: 0.9123456789 };
+    const words = Array(80).fill(word);
+    const segments = Array(250).fill({ text: words.map((each) => each.text).join(" "), words });
+    return (await renderTranscript("txt", "segment", "long", segments)).split("\\n").length;
+})()"""
+
+
+def test_long_transcript_is_sent_in_messages_below_the_limit(page):
+    assert page.evaluate(LONG_TRANSCRIPT) == 251
+
+
 def test_lost_server_connection_is_reported(browser):
     with running_server() as stopping:
         browser.open(stopping.address)

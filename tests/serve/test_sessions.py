@@ -272,6 +272,22 @@ def test_idle_session_is_closed():
         assert_serves(server)
 
 
+def test_session_is_not_idle_while_its_audio_is_decoded():
+    class LateListener(ToneListener):
+        def accept(self, samples: np.ndarray) -> list:
+            time.sleep(1.0)
+            return super().accept(samples)
+
+    with running_server(LateListener, Limits(idle_seconds=0.3)) as server, start_recording(server) as connection:
+        send(connection, np.zeros(3 * RATE, dtype=np.float32), 3 * RATE)  # two turns
+        time.sleep(1.8)
+        finish(connection)
+        assert receive_messages(connection)[-1]["type"] == "finished"
+        with start_recording(server) as idle:  # negative control: after decoding, time counts again
+            send(idle, np.zeros(RATE // 10, dtype=np.float32))
+            assert "No audio arrived" in error_message(receive_messages(idle))
+
+
 def test_sessions_are_decoded_in_turns():
     with running_server(SlowListener) as server, start_recording(server) as long:
         send(long, tones([["उदक"] * 7]))

@@ -1,6 +1,9 @@
 // Audio on the page: microphone, decoded files, and the samples that are kept for replay and corrections.
 
-const KEPT_SECONDS = 30 * 60;
+import { LOST } from "./connection.js";
+
+// Of all recordings of the page: 46 minutes of a microphone at 48 kHz, 2.3 hours of files at 16 kHz.
+export const KEPT_BYTES = 256 * 2 ** 20;
 export const MAX_FILE_SECONDS = 60 * 60;
 const MAX_FILE_BYTES = 500 * 2 ** 20;
 const FILE_RATE = 16000;
@@ -31,26 +34,39 @@ export class Microphone {
     } catch (error) {
       throw new PageError(MICROPHONE_ERRORS[error.name] ?? `The microphone cannot be opened: ${error.message}`);
     }
+    try {
+      await microphone.connect(receive);
+    } catch (error) {
+      microphone.close();
+      throw error;
+    }
+    microphone.stream.getAudioTracks()[0].onended = unplugged;
+    return microphone;
+  }
+
+  async connect(receive) {
     // At the context's own rate, because Safari ignores another one; the server resamples.
-    microphone.context = new AudioContext();
-    await microphone.context.audioWorklet.addModule("microphone.js");
-    const node = new AudioWorkletNode(microphone.context, "microphone", {
+    this.context = new AudioContext();
+    try {
+      await this.context.audioWorklet.addModule("microphone.js");
+    } catch {
+      throw new PageError(LOST); // the file comes from the server
+    }
+    const node = new AudioWorkletNode(this.context, "microphone", {
       channelCount: 1,
       channelCountMode: "explicit",
     });
     node.port.onmessage = ({ data }) => {
       receive(data.samples);
       if (data.isLast) {
-        microphone.flushed();
+        this.flushed();
       }
     };
-    microphone.port = node.port;
-    microphone.context.createMediaStreamSource(microphone.stream).connect(node);
+    this.port = node.port;
+    this.context.createMediaStreamSource(this.stream).connect(node);
     // Its output is silent; without a destination some browsers do not run it.
-    node.connect(microphone.context.destination);
-    await microphone.context.resume();
-    microphone.stream.getAudioTracks()[0].onended = unplugged;
-    return microphone;
+    node.connect(this.context.destination);
+    await this.context.resume();
   }
 
   get sampleRate() {
@@ -74,7 +90,10 @@ export class Microphone {
       track.onended = null;
       track.stop();
     }
-    if (this.context.state !== "closed") {
+    if (this.port) {
+      this.port.onmessage = null; // the audio thread may run on for a moment
+    }
+    if (this.context && this.context.state !== "closed") {
       this.context.close();
     }
   }
@@ -113,7 +132,16 @@ export function level(samples) {
   return samples.length ? Math.sqrt(energy / samples.length) : 0;
 }
 
-// The last half hour of a recording as 16-bit samples.
+const kept = []; // the KeptAudio of each block, oldest first
+let keptBytes = 0;
+
+function dropOldestBlocks() {
+  while (keptBytes > KEPT_BYTES) {
+    keptBytes -= kept.shift().dropFirstBlock();
+  }
+}
+
+// The samples of a recording, as 16-bit integers, without those that exceed the limit for all recordings.
 export class KeptAudio {
   constructor(sampleRate) {
     this.sampleRate = sampleRate;
@@ -129,11 +157,17 @@ export class KeptAudio {
     }
     this.blocks.push(block);
     this.length += block.length;
-    while (this.length > KEPT_SECONDS * this.sampleRate) {
-      const dropped = this.blocks.shift().length;
-      this.first += dropped;
-      this.length -= dropped;
-    }
+    kept.push(this);
+    keptBytes += block.byteLength;
+    dropOldestBlocks();
+  }
+
+  // Returns the number of bytes that this frees.
+  dropFirstBlock() {
+    const dropped = this.blocks.shift();
+    this.first += dropped.length;
+    this.length -= dropped.length;
+    return dropped.byteLength;
   }
 
   // Returns the samples (Int16Array) between two times in seconds; null if they are no longer kept.

@@ -1,8 +1,9 @@
 // Connections to the server. Every address is relative to the page, which has the token in its own.
 
 const BLOCK_BYTES = 256 * 1024;
-const SEGMENTS_PER_MESSAGE = 100;
-const LOST = "The connection to the server was lost. Check that it is still running, and start again.";
+// Of half a minute each: about 10 kB of JSON, and the server accepts 1 MiB.
+const SEGMENTS_PER_MESSAGE = 20;
+export const LOST = "The connection to the server was lost. Check that it is still running, and start again.";
 
 function open(endpoint) {
   const address = new URL(endpoint, location.href);

@@ -36,6 +36,14 @@ function showLevel(value) {
   page.level.style.transform = `scaleX(${Math.min(1, share)})`;
 }
 
+// Returns the result of a promise, or null if the user presses Stop before it is there.
+function unlessStopped(promise) {
+  const stopped = new Promise((resolve) => {
+    stopCurrent = () => resolve(null);
+  });
+  return Promise.race([promise, stopped]);
+}
+
 // Shows a recording, sends its blocks to the server, and shows the results.
 class Recording {
   constructor(name, sampleRate) {
@@ -96,7 +104,11 @@ async function listen() {
   let recording = null;
   // Only before the first sound: a noise gate delivers silence in each pause.
   let silent = 0;
+  let isCancelled = false;
   const receive = (samples) => {
+    if (isCancelled) {
+      return;
+    }
     const loudness = level(samples);
     if (loudness > 0 && silent >= SILENT_BLOCKS) {
       showMessage("");
@@ -108,24 +120,31 @@ async function listen() {
     showLevel(loudness);
     recording?.add(samples);
   };
+  let microphone = null;
   const stop = async () => {
+    if (stopCurrent !== stop) {
+      return; // stopped already
+    }
     stopCurrent = null;
     show("Finishing …", true);
     await microphone.stop();
     recording.stream.finish();
   };
-  const microphone = await Microphone.open(receive, () => {
+  const opening = Microphone.open(receive, () => {
     showMessage("The microphone was disconnected. The text up to here is kept.");
     stop();
   });
+  microphone = await unlessStopped(opening);
+  if (microphone === null) {
+    isCancelled = true;
+    // The browser may still open it, when the user answers its question.
+    opening.then((late) => late.close()).catch(() => {});
+    return;
+  }
   const time = new Date().toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
   recording = new Recording(`Microphone ${time}`, microphone.sampleRate);
   show("Listening", true);
-  stopCurrent = () => {
-    microphone.close();
-    show("Finishing …", true);
-    recording?.stream.finish();
-  };
+  stopCurrent = stop;
   const sentence = await recording.ended;
   microphone.close();
   finish(recording, sentence);
@@ -133,7 +152,11 @@ async function listen() {
 
 async function transcribe(file) {
   show(`Decoding ${file.name}`, true);
-  const { samples, sampleRate } = await decodeFile(file);
+  const decoded = await unlessStopped(decodeFile(file));
+  if (decoded === null) {
+    return false;
+  }
+  const { samples, sampleRate } = decoded;
   const recording = new Recording(file.name, sampleRate);
   let isStopped = false;
   stopCurrent = () => {
@@ -180,6 +203,10 @@ async function run(tasks) {
   }
 }
 
+function hasFiles(event) {
+  return event.dataTransfer.types.includes("Files");
+}
+
 function transcribeFiles(files) {
   if (isBusy) {
     showMessage("Stop the current recording first.");
@@ -204,6 +231,10 @@ page.files.onchange = () => {
 };
 page.times.onchange = () => document.body.classList.toggle("times", page.times.checked);
 document.ondragover = (event) => {
+  // Text is dragged as in any page.
+  if (!hasFiles(event)) {
+    return;
+  }
   event.preventDefault();
   document.body.classList.add("dropping");
 };
@@ -213,6 +244,9 @@ document.ondragleave = (event) => {
   }
 };
 document.ondrop = (event) => {
+  if (!hasFiles(event)) {
+    return;
+  }
   event.preventDefault();
   document.body.classList.remove("dropping");
   transcribeFiles(event.dataTransfer.files);

@@ -168,7 +168,7 @@ class Line {
   play() {
     const samples = this.samples();
     if (samples === null) {
-      this.transcript.showMessage("The audio of this line is no longer kept: the page keeps the last half hour.");
+      this.transcript.showMessage("The audio of this line is no longer kept: the page keeps only the newest audio.");
     } else {
       play(samples, this.transcript.audio.sampleRate);
     }
@@ -181,13 +181,23 @@ class Line {
     area.value = this.text;
     area.rows = Math.max(2, Math.ceil(this.text.length / 40));
     area.setAttribute("aria-label", "Text of this line");
-    const done = button("primary", canSave ? "Save for training" : "Apply", () => this.apply(area.value));
+    const done = button("primary", canSave ? "Save for training" : "Apply", () => apply());
     const cancel = button("", "Cancel", () => this.leave());
+    const apply = () => {
+      for (const control of [area, done, cancel]) {
+        control.disabled = true; // saving takes a while
+      }
+      this.apply(area.value);
+    };
     area.onkeydown = (event) => {
+      // Keys for an input method, as in "Escape ends the composition". Safari reports the last one only as code 229.
+      if (event.isComposing || event.keyCode === 229) {
+        return;
+      }
       if (event.key === "Escape") {
         this.leave();
       } else if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
-        this.apply(area.value);
+        apply();
       }
     };
     const buttons = element("div", "buttons");
@@ -199,8 +209,12 @@ class Line {
   }
 
   leave() {
+    const isElsewhere = document.activeElement !== document.body && !this.item.contains(document.activeElement);
     this.show();
-    this.editButton.focus();
+    // The user may have gone on to another line while this one was saved.
+    if (!isElsewhere) {
+      this.editButton.focus();
+    }
   }
 
   async apply(text) {
@@ -213,7 +227,7 @@ class Line {
   async save() {
     const samples = this.samples();
     if (samples === null) {
-      return "Not saved: the page keeps the audio of the last half hour only.";
+      return "Not saved: the page no longer has the audio of this line, it keeps only the newest audio.";
     }
     const { sampleRate } = this.transcript.audio;
     try {
