@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -61,7 +60,8 @@ def sole_writer(path: Path) -> Iterator[None]:
         # Writable, because NFS has exclusive locks only for such files.
         descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            _wait_for_lock(descriptor, path)
+            with suppress(OSError):  # the file system has no locks
+                _lock_exclusively(descriptor, path)
             if _is_at(descriptor, partial):
                 break
         except BaseException:
@@ -77,16 +77,6 @@ def sole_writer(path: Path) -> Iterator[None]:
                 partial.unlink()
         # The kernel releases the lock, also when the process ends, even by SIGKILL.
         os.close(descriptor)
-
-
-def _wait_for_lock(descriptor: int, path: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        say(f"Another process writes {path}: waiting for it. Press Ctrl-C to stop.", sys.stderr)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError:
-        pass  # the file system has no locks
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
@@ -182,7 +172,7 @@ def _lock_exclusively(descriptor: int, path: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        with announced(f"Waiting for another process that works with {path}."):
+        with announced(f"Waiting for another process that works with {path}. Press Ctrl-C to stop."):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 

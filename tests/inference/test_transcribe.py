@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 import soundfile
 import torch
 
+from konkanivani.console import announced
 from konkanivani.data.audio import files as standard_input
 from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.audio.waveform import load_audio
@@ -283,7 +285,8 @@ def write_slowly(path: Path, is_kept: bool) -> tuple[threading.Thread, threading
 
 
 @pytest.mark.parametrize(("is_kept", "expected"), [(True, "one two"), (False, "three")])
-def test_second_writer_of_a_transcript_waits_for_the_first(tmp_path, capsys, is_kept, expected):
+def test_second_writer_of_a_transcript_waits_for_the_first(tmp_path, monkeypatch, capsys, is_kept, expected):
+    monkeypatch.setattr("konkanivani.files.announced", partial(announced, delay=0.0))
     path = tmp_path / "new" / "a.txt"
     first, may_end = write_slowly(path, is_kept)
     results = []
@@ -296,7 +299,7 @@ def test_second_writer_of_a_transcript_waits_for_the_first(tmp_path, capsys, is_
     second.join(PROCESS_TIMEOUT)
     assert path.read_text() == expected and results == [not is_kept]
     assert list(path.parent.iterdir()) == [path]
-    assert f"Another process writes {path}: waiting" in capsys.readouterr().err
+    assert f"Waiting for another process that works with {path}." in capsys.readouterr().err
 
 
 def test_partial_transcript_of_a_killed_process_is_overwritten(tmp_path):
