@@ -321,7 +321,7 @@ class Venv:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[IO[str]]:
-        """Hold the lock and yield its open file; print a line if another process holds it."""
+        """Hold the lock and yield its open file; print a line if another process holds it, or if locks do not work."""
         self.folder.resolve().mkdir(exist_ok=True)  # .venv may be a link to a folder on a larger disk
         # The lock file is never deleted: a waiting process would lock the deleted one.
         with self.lock.open("a") as lock:
@@ -330,6 +330,8 @@ class Venv:
             except BlockingIOError:
                 say(f"Another setup is running in {self.folder}: waiting for it to finish")
                 fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError as error:  # some file systems of clusters have no locks
+                say(f"{self.folder} cannot be locked ({error.strerror}): do not start another setup of it meanwhile")
             yield lock
 
     def install(self, extras: Collection[str], wanted: TorchBuild, lock: IO[str]) -> None:
@@ -408,7 +410,7 @@ class Venv:
         is_created = False
         if command:
             process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            reason = str(explain_failure(process.stdout, self.root))
+            reason = str(explain_failure(process.stdout, self.root, "the command"))
             # If only ensurepip fails, there is a Python that starts, but no pip.
             is_created = process.returncode == 0
         if not is_created or self.missing([]) is None:

@@ -265,7 +265,7 @@ def is_on_disk_of(folder: Path, path: Path) -> bool:
 
 
 def explain_failure(output: str, root: Path, program: str = "pip") -> SetupError:
-    """Return the error for a failed installation, from the output of `program`."""
+    """Return the error for a failed installation, from the output of `program`, or the text of an exception."""
     if FULL_DISK.search(output):
         return SetupError(
             f"The disk became full during installation: free disk space at {root} and in the folder for temporary "

@@ -6,6 +6,7 @@ Nothing is installed: pip runs only against an unreachable address.
 import ast
 import configparser
 import contextlib
+import errno
 import fcntl
 import importlib.util
 import os
@@ -316,6 +317,16 @@ class TestStamp:
         venv.prepare({"test"})
         assert "Another setup is running" in capsys.readouterr().err and not calls
 
+    def test_setup_continues_with_one_line_on_file_system_without_locks(self, venv, monkeypatch, capsys, calls):
+        def flock(lock, operation):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+        with venv.locked() as lock:
+            venv.install({"test"}, DEFAULT, lock)
+        lines = capsys.readouterr().err.splitlines()
+        assert calls and [line for line in lines if "cannot be locked (Function not implemented)" in line] == lines[:1]
+
 
 class TestSetupFailures:
     Version = namedtuple("Version", "major minor micro")
@@ -355,7 +366,7 @@ class TestSetupFailures:
         venv.folder.mkdir()
         failed = [sys.executable, "-c", "print('line'); print('last words'); raise SystemExit(1)"]
         monkeypatch.setattr("konkanivani.install.environment.creating_command", lambda python, folder: failed)
-        with pytest.raises(SetupError, match="last words"):
+        with pytest.raises(SetupError, match="the command failed: last words"):
             venv.create()
 
     def test_too_little_disk_space_is_reported(self, venv):
@@ -370,6 +381,15 @@ class TestSetupFailures:
         message = capsys.readouterr().err
         assert "is not writable" in message and f"let its owner (user {os.getuid()})" in message
         assert not (checkout / ".venv").exists()
+
+    def test_error_of_operating_system_is_not_attributed_to_pip(self, bootstrap, monkeypatch, capsys):
+        def prepare(*_):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(Requirements, "missing", lambda *_: ["torch"])
+        monkeypatch.setattr(Venv, "prepare", prepare)
+        assert bootstrap.main([]) == 6
+        assert capsys.readouterr().err.startswith("error: The set-up failed: [Errno 5] Input/output error")
 
     def test_folder_other_than_environment_is_not_deleted(self, venv):
         venv.folder.mkdir()
