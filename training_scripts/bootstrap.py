@@ -118,7 +118,7 @@ def main(arguments: list[str]) -> int:
     except SetupError as error:
         say(f"error: {error}.")
     except OSError as error:
-        say(f"error: {explain_failure(str(error), venv.root)}.")
+        say(f"error: {explain_failure(str(error), venv.root, 'The set-up')}.")
     except KeyboardInterrupt:
         say("Interrupted; the next start continues with the completed downloads.")
         return 130

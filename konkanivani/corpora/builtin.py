@@ -308,33 +308,46 @@ def publish_corpus(directory: Path, recipe: CorpusRecipe, write: Callable[[Path]
 
     The folder gets audio/, train.jsonl, valid.jsonl, test.jsonl and corpus.json. It is made next to `directory` and
     renamed, so a build that is killed leaves nothing incomplete at `directory`; the next build deletes its remains.
-    Concurrent builds wait for each other.
+    Concurrent builds wait for each other, where the file system has locks. If `directory` is a symbolic link, it stays
+    one: the corpus is in the folder to which it points.
 
     Raises:
         UsageError: If the folder contains anything else.
         ResourceError: If espeakng-loader is not installed, or the disk cannot be written.
     """
-    directory = Path(os.path.abspath(directory))
+    # A link would be renamed instead of its folder, and the new corpus written to the disk of the link. Not resolve(),
+    # which raises RuntimeError for links in a circle.
+    directory = Path(os.path.realpath(directory))
     with explained(ResourceError, f"The corpus cannot be written to {directory}", NO_ROOM):
+        if is_complete(directory, recipe):  # needs no lock, so the folder may be read-only
+            return False
         directory.parent.mkdir(parents=True, exist_ok=True)
         # Lock the parent, because `directory` itself is renamed.
-        with exclusive_lock(directory.parent):
+        with exclusive_lock(directory.parent, is_required=False):
             if is_complete(directory, recipe):
                 return False
             check_replaceable(directory, recipe.name)
             partial, outdated = (directory.with_name(f".{directory.name}.{state}") for state in ("partial", "outdated"))
-            shutil.rmtree(partial, ignore_errors=True)
+            _delete(partial)
             try:
                 write(partial)
                 # Delete the old corpus only after the new one is complete.
-                shutil.rmtree(outdated, ignore_errors=True)
+                _delete(outdated)
                 if directory.exists():
                     os.rename(directory, outdated)
                 os.rename(partial, directory)
-                shutil.rmtree(outdated, ignore_errors=True)
+                _delete(outdated)
             finally:
-                shutil.rmtree(partial, ignore_errors=True)
+                _delete(partial)
     return True
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder as far as possible; of a link, as earlier versions left them, delete only the link."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_corpus(recipe: CorpusRecipe, directory: Path) -> list[UnspeakableError]:

@@ -369,7 +369,7 @@ def _overlap_findings(crossing: PartOverlap, health: CorpusHealth) -> Iterator[F
     if crossing.with_training and crossing.unknown_characters:
         shown = ", ".join(f"{tally.name} (U+{ord(tally.name):04X})" for tally in crossing.unknown_characters[:5])
         yield warning(
-            f"{count(len(crossing.unknown_characters), 'character')} of {second} do not occur in {first}: {shown}.",
+            f"{count(crossing.unknown_character_count, 'character')} of {second} do not occur in {first}: {shown}.",
             "They cannot be recognised: fix the spelling, or train on text that contains them.",
         )
 

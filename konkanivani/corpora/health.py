@@ -127,7 +127,10 @@ class PartHealth:
 
 @dataclass(frozen=True)
 class PartOverlap:
-    """Overlap of two manifests, counted in the second one; `shared_speakers` names at most twenty."""
+    """Overlap of two manifests, counted in the second one.
+
+    `shared_speakers` and `unknown_characters` name at most twenty of `speakers` and `unknown_character_count`.
+    """
 
     first: str
     second: str
@@ -136,6 +139,7 @@ class PartOverlap:
     audio: Listed
     speakers: int
     shared_speakers: tuple[str, ...]
+    unknown_character_count: int
     unknown_characters: tuple[Tally, ...]
 
 
@@ -375,6 +379,7 @@ def _measure_crossing(first: tuple[CorpusPart, RowNumbers], second: tuple[Corpus
         audio=_list_repeats(first_part, second_part, audio),
         speakers=len(shared),
         shared_speakers=tuple(show_text(name, 40) for name in shared[:MAX_EXAMPLES]),
+        unknown_character_count=len(unknown),
         unknown_characters=tallies(unknown),
     )
 

@@ -162,6 +162,9 @@ def _crossings(crossings: tuple[PartOverlap, ...]) -> Section:
         first = short_name(crossing.first)
         second = short_name(crossing.second)
         unknown = " ".join(tally.name for tally in crossing.unknown_characters)
+        unnamed = crossing.unknown_character_count - len(crossing.unknown_characters)
+        if unnamed:
+            unknown += f" and {unnamed} more"
         shared = (crossing.audio.count, crossing.speakers, crossing.sentences.count)
         rows.append((f"{second} in {first}", *shared, unknown))
         for kind, listed in (("Recordings", crossing.audio), ("Sentences", crossing.sentences)):

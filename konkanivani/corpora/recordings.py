@@ -99,6 +99,7 @@ def measure_sound(chosen: list[tuple[Utterance, bool]]) -> SoundHealth:
     as_stated = {utterance.row for (utterance, _), deviation in zip(measured, deviations, strict=True) if not deviation}
     levels = np.array([sound.level for _, sound in measured])
     silence = np.array([sound.silence_share for _, sound in measured])
+    full_scale = np.array([sound.full_scale_share for _, sound in measured])
     seconds = np.array([sound.seconds for _, sound in measured])
     # The median of no values is NaN, with a warning.
     middle = np.median if measured else lambda _: 0.0
@@ -116,7 +117,7 @@ def measure_sound(chosen: list[tuple[Utterance, bool]]) -> SoundHealth:
         median_leading=float(middle([sound.leading_silence for _, sound in measured])),
         median_trailing=float(middle([sound.trailing_silence for _, sound in measured])),
         silence_share=float((silence * seconds).sum() / seconds.sum()) if measured else 0.0,
-        full_scale_share=float(np.mean([sound.full_scale_share for _, sound in measured])) if measured else 0.0,
+        full_scale_share=float((full_scale * seconds).sum() / seconds.sum()) if measured else 0.0,
         clipped=_list_worst(measured, [s.clipped_runs for _, s in measured], 0, "{:.0f} clipped runs"),
         # A silent recording is listed in `mute` only, so its value here is 0.
         quiet=_list_worst(measured, [-s.level * (s.level > MUTE) for _, s in measured], -QUIET, "-{:.1f} dBFS"),

@@ -273,9 +273,10 @@ class Venv:
             return None
 
     def missing(self, extras: Collection[str]) -> list[str] | None:
-        """Return the requirements that are missing; None if the environment's Python or pip does not start."""
+        """Return the requirements that are missing; None if the environment's Python cannot tell."""
+        # Does not import pip: an environment made with `uv venv` has none, and is complete without.
         question = (
-            "import json, pip, sys; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
+            "import json, sys; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
             "from konkanivani.install.environment import Requirements\n"
             "print(json.dumps(Requirements(Path(sys.argv[1])).missing(sys.argv[2:])))"
         )
@@ -284,6 +285,13 @@ class Venv:
             return json.loads(subprocess.check_output(command, stderr=subprocess.DEVNULL))
         except (OSError, ValueError, subprocess.CalledProcessError):
             return None
+
+    def has_working_python(self) -> bool:
+        """Return whether the environment's Python starts, of whatever version."""
+        try:
+            return subprocess.run([str(self.python), "-c", ""], capture_output=True).returncode == 0
+        except OSError:
+            return False
 
     def is_ready(self, extras: Collection[str], wanted: TorchBuild) -> bool:
         """Return whether the environment can be used unchanged; without a stamp (made by hand) the modules suffice."""
@@ -313,7 +321,7 @@ class Venv:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[IO[str]]:
-        """Hold the lock and yield its open file; print a line if another process holds it."""
+        """Hold the lock and yield its open file; print a line if another process holds it, or if locks do not work."""
         self.folder.resolve().mkdir(exist_ok=True)  # .venv may be a link to a folder on a larger disk
         # The lock file is never deleted: a waiting process would lock the deleted one.
         with self.lock.open("a") as lock:
@@ -322,6 +330,8 @@ class Venv:
             except BlockingIOError:
                 say(f"Another setup is running in {self.folder}: waiting for it to finish")
                 fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError as error:  # some file systems of clusters have no locks
+                say(f"{self.folder} cannot be locked ({error.strerror}): do not start another setup of it meanwhile")
             yield lock
 
     def install(self, extras: Collection[str], wanted: TorchBuild, lock: IO[str]) -> None:
@@ -348,8 +358,8 @@ class Venv:
         self.unfinished.touch()
         if missing is None:
             self.create()
-        installer = Installer(self.root, self.python, self.cache, lock)
         try:
+            installer = Installer(self.root, self.python, self.cache, lock)
             if needs_torch:
                 self.install_torch(installer, build, has_torch)
             if not is_kept:
@@ -397,10 +407,13 @@ class Venv:
         say(f"[1/4] Creating the environment {self.folder} with Python {sys.version.split()[0]}")
         reason = "it has no ensurepip or virtualenv, and uv is not on PATH"
         command = creating_command(python, self.folder.resolve())  # venv refuses a link to a folder
+        is_created = False
         if command:
             process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            reason = str(explain_failure(process.stdout, self.root))
-        if self.missing([]) is None:
+            reason = str(explain_failure(process.stdout, self.root, "the command"))
+            # If only ensurepip fails, there is a Python that starts, but no pip.
+            is_created = process.returncode == 0
+        if not is_created or self.missing([]) is None:
             version = "{}.{}".format(*sys.version_info[:2])
             raise SetupError(
                 f"The Python at {python} could not create an environment ({reason}): install its venv package (on "
@@ -408,12 +421,21 @@ class Venv:
             )
 
     def check_owner(self) -> None:
-        """Raise SetupError if .venv is a link to the environment of another checkout that still exists."""
+        """Raise SetupError if `clear` would delete packages of the user or of another checkout.
+
+        These are a link to the environment of another checkout that still exists, and an environment without a stamp
+        or the mark `unfinished`, which this set-up has not made, if its Python starts.
+        """
         stamp = self._read_any_stamp() if self.folder.is_symlink() else None
         if stamp is not None and stamp.root != str(self.root) and Path(stamp.root, ".venv").exists():
             raise SetupError(
                 f"{self.folder} is a link to the environment of {stamp.root}, which would be emptied: remove the "
                 "link, so that this checkout gets its own"
+            )
+        if not self.stamp.exists() and not self.unfinished.exists() and self.has_working_python():
+            raise SetupError(
+                f"{self.folder} is an environment that was not made by this set-up and cannot be used, for example "
+                "because its Python is older than 3.10: move it away or delete it, and start again"
             )
 
     def clear(self) -> None:

@@ -184,16 +184,30 @@ class Installer:
         self._uv = self._find_uv()
 
     def _find_uv(self) -> str | None:
-        """Return the path of uv, installed with pip if it is not on PATH; None if that fails."""
+        """Return the path of uv, installed with pip if it is not on PATH; None if that fails.
+
+        Raises:
+            NothingChanged: If there is neither uv nor pip.
+        """
         uv = shutil.which("uv")
         if uv is None:
             own = self._python.with_name("uv")
+            if not own.exists() and not self._ensure_pip():
+                raise NothingChanged(
+                    f"{self._python} has neither pip nor ensurepip, and uv is not on PATH, so nothing can be "
+                    "installed: install uv, and start again"
+                )
             fetched = [*self._pip, "--retries", "0", "--timeout", "15", "install", "--quiet", "uv"]
             uv = str(own) if own.exists() or self._run(fetched) is None else None
         index = self._pip_index() if uv else None
         if index:  # uv does not read pip's settings
             self._environment.setdefault("UV_DEFAULT_INDEX", index)
         return uv
+
+    def _ensure_pip(self) -> bool:
+        """Return whether the environment has pip; one made with `uv venv` gets it from ensurepip, if possible."""
+        python = str(self._python)
+        return self._run([python, "-c", "import pip"]) is None or self._run([python, "-m", "ensurepip"]) is None
 
     def _pip_index(self) -> str | None:
         """Return the package index that pip is configured to use, if any."""
@@ -207,8 +221,8 @@ class Installer:
             output = self._run([self._uv, "pip", "install", "--python", str(self._python), *arguments])
             if output is None:
                 return
-            if FULL_DISK.search(output):
-                raise explain_failure(output, self._root)
+            if FULL_DISK.search(output) or not self._ensure_pip():
+                raise explain_failure(output, self._root, "uv")
             # pip knows more sources and certificates (pip.conf), and its words are explained.
             say("uv could not install the packages: trying pip")
             self._uv = None
@@ -250,8 +264,8 @@ def is_on_disk_of(folder: Path, path: Path) -> bool:
     return folder.is_dir() and folder.stat().st_dev == path.stat().st_dev
 
 
-def explain_failure(output: str, root: Path) -> SetupError:
-    """Return the error for a failed installation, from its output."""
+def explain_failure(output: str, root: Path, program: str = "pip") -> SetupError:
+    """Return the error for a failed installation, from the output of `program`, or the text of an exception."""
     if FULL_DISK.search(output):
         return SetupError(
             f"The disk became full during installation: free disk space at {root} and in the folder for temporary "
@@ -275,4 +289,4 @@ def explain_failure(output: str, root: Path) -> SetupError:
             "cannot be reached: check the network and, where you use it, PIP_INDEX_URL"
         )
     errors = [line for line in output.splitlines() if line.startswith("ERROR:")]
-    return SetupError(f"pip failed: {last_line(chr(10).join(errors) or output)}")
+    return SetupError(f"{program} failed: {last_line(chr(10).join(errors) or output)}")

@@ -152,7 +152,11 @@ def _valid_seconds(duration: object) -> float | None:
     # bool is a subclass of int.
     if isinstance(duration, bool) or not isinstance(duration, (int, float)):
         return None
-    return float(duration) if 0 <= duration < math.inf else None
+    try:
+        seconds = float(duration)
+    except OverflowError:  # an integer of 310 digits, which Python compares as finite
+        return None
+    return seconds if 0 <= seconds < math.inf else None
 
 
 def _integer(value: object) -> int:

@@ -1,6 +1,9 @@
 """The built-in corpus has the documented counts, splits and voices, and is bitwise reproducible."""
 
+import errno
+import fcntl
 import hashlib
+import json
 import os
 import shutil
 import time
@@ -12,15 +15,19 @@ import pytest
 import soundfile
 
 from konkanivani.corpora.builtin import (
+    BUILT_IN,
     TEST_VOICES,
     TRAIN_VOICES,
     VALID_VOICES,
+    WHAT_IT_IS,
     CorpusPlan,
+    CorpusRecipe,
     SplitSizes,
     SpokenSentence,
     build_builtin_corpus,
     pattern_sentences,
     plan_corpus,
+    publish_corpus,
     read_patterns,
 )
 from konkanivani.corpora.synthesis import SpeakingStyle, SpeechSynthesizer, reads_signs_by_name
@@ -175,6 +182,64 @@ def test_complete_corpus_is_kept_and_incomplete_one_is_rebuilt_bitwise(miniature
     assert file_digests(directory) == before
     assert build_builtin_corpus(directory, SplitSizes(train=13, valid=2, test=6))
     assert len(list(read_manifest(directory / "train.jsonl"))) == 13
+
+
+def publish_empty_corpus(directory: Path, digest: str) -> bool:
+    """Publish a corpus of empty files, which is complete, without speech synthesis."""
+
+    def write(partial: Path) -> None:
+        (partial / "audio").mkdir(parents=True)
+        for split in ("train", "valid", "test"):
+            (partial / f"{split}.jsonl").touch()
+            (partial / "audio" / f"{split}-0000.flac").touch()
+        sizes = {"train": 1, "valid": 1, "test": 1}
+        description = {"name": BUILT_IN, "what": WHAT_IT_IS, "utterances": sizes, "recipe": digest}
+        (partial / "corpus.json").write_text(json.dumps(description))
+
+    return publish_corpus(directory, CorpusRecipe(BUILT_IN, CorpusPlan((), (), ()), digest), write)
+
+
+@pytest.mark.parametrize("state", ["empty", "missing", "relative link", "after an earlier version"])
+def test_link_to_a_folder_on_another_disk_stays_one(tmp_path, monkeypatch, state):
+    disk = tmp_path / "disk" / "corpus"
+    if state != "missing":
+        disk.mkdir(parents=True)
+    link = tmp_path / "data" / "builtin"
+    link.parent.mkdir()
+    link.symlink_to("../disk/corpus" if state == "relative link" else disk)
+    if state == "after an earlier version":
+        (disk / "other").touch()
+        link.rename(link.with_name(".builtin.outdated"))
+    monkeypatch.chdir(tmp_path)
+    for digest in ("first", "second", "third"):
+        assert publish_empty_corpus(Path("data/builtin"), digest)
+        assert not publish_empty_corpus(Path("data/builtin"), digest)
+        assert json.loads((link / "corpus.json").read_text())["recipe"] == digest
+        assert os.listdir(link.parent) == ["builtin"] and os.listdir(disk.parent) == ["corpus"]
+        assert link.is_symlink() == (state != "after an earlier version")
+    assert os.listdir(disk) == ["other"] or link.is_symlink()
+
+
+def test_link_to_other_files_or_to_itself_is_rejected(tmp_path):
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "thesis.tex").touch()
+    for name, target in (("linked", "files"), ("circle", "circle")):
+        (tmp_path / name).symlink_to(target)
+        with pytest.raises(UsageError, match="contains other files"):
+            publish_empty_corpus(tmp_path / name, "first")
+    assert sorted(os.listdir(tmp_path)) == ["circle", "files", "linked"]
+    assert os.listdir(tmp_path / "files") == ["thesis.tex"]
+
+
+def test_corpus_is_made_and_kept_on_file_system_without_locks(tmp_path, monkeypatch):
+    def flock(descriptor, operation):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert publish_empty_corpus(tmp_path / "builtin", "first")
+    # Not even opened for a lock.
+    monkeypatch.setattr("konkanivani.corpora.builtin.exclusive_lock", None)
+    assert not publish_empty_corpus(tmp_path / "builtin", "first")
 
 
 def kill_during_synthesis(build: Callable[[], object], directory: Path) -> None:

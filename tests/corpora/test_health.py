@@ -436,6 +436,18 @@ def test_defect_is_found_and_not_reported_for_healthy_corpus(small, healthy, sev
     assert diagnosis.verdict.can_be_trained == (severity != "error")
 
 
+def test_all_characters_absent_from_training_are_counted(small):
+    letters = "".join(chr(code) for code in range(ord("a"), ord("z") + 1))
+    change(small.valid, 0, text=letters)
+    diagnosis = small.diagnosis()
+    crossing = diagnosis.health.crossings[0]
+    assert (crossing.unknown_character_count, len(crossing.unknown_characters)) == (26, 20)
+    assert "26 characters of valid.jsonl do not occur in train.jsonl" in sentences_of(diagnosis, "warning")
+    assert " and 6 more" in health_lines(diagnosis)
+    change(small.valid, 0, text="ढढढ")
+    assert not re.search(r" and \d+ more", health_lines(small.diagnosis()))
+
+
 def test_healthy_corpus_is_warned_only_about_its_size(small):
     diagnosis = small.diagnosis()
     assert sentences_of(diagnosis, "error") == "" and "0.7 min of speech" in sentences_of(diagnosis, "warning")

@@ -12,7 +12,7 @@ from konkanivani.corpora.recordings import measure_sound
 from konkanivani.corpora.statistics import band_limit, digital_silence, measure_levels
 from konkanivani.data.audio.channels import CANCELLED, ONE_SIDED
 from konkanivani.data.audio.effects import limit_band
-from konkanivani.data.manifest import read_manifest
+from konkanivani.data.manifest import Utterance, read_manifest
 from tests.conftest import checked, run_script
 
 RATE = 16_000
@@ -69,6 +69,14 @@ def test_each_defect_is_listed_with_its_row(manifest):
     assert [row.detail for row in result.mixing.examples] == [CANCELLED, ONE_SIDED]
     assert example_names(result.mute) == []  # the level is measured on the channel in use
     assert [row.row for row in result.mixing.examples] == [4, 5]
+
+
+def test_shares_of_the_corpus_are_weighted_by_seconds(tmp_path):
+    for name, samples in (("clipped", np.ones(RATE)), ("long", np.full(9 * RATE, 0.1))):
+        soundfile.write(tmp_path / f"{name}.wav", samples, RATE, subtype="PCM_16")
+    utterances = [Utterance(f"{name}.wav", str(tmp_path / f"{name}.wav"), 1.0, "घर") for name in ("clipped", "long")]
+    result = measure_sound([(utterance, True) for utterance in utterances])
+    assert result.full_scale_share == pytest.approx(0.1)
 
 
 def test_level_is_measured_on_the_channel_in_use(manifest):

@@ -6,6 +6,7 @@ Nothing is installed: pip runs only against an unreachable address.
 import ast
 import configparser
 import contextlib
+import errno
 import fcntl
 import importlib.util
 import os
@@ -283,9 +284,10 @@ class TestStamp:
         venv.folder.symlink_to(disk)
         created = []
         monkeypatch.setattr(
-            subprocess, "run", lambda command, **_: created.append(command) or SimpleNamespace(stdout="")
+            subprocess, "run", lambda command, **_: created.append(command) or SimpleNamespace(stdout="", returncode=0)
         )
         monkeypatch.setattr(Venv, "missing", lambda *_: [] if created else None)
+        monkeypatch.setattr(Venv, "has_working_python", lambda self: False)
         with venv.locked() as lock:
             venv.install({"test"}, DEFAULT, lock)
         assert created[0][-1] == str(disk.resolve()) and calls and venv.is_ready({"test"}, DEFAULT)
@@ -314,6 +316,16 @@ class TestStamp:
         monkeypatch.setattr(fcntl, "flock", flock)
         venv.prepare({"test"})
         assert "Another setup is running" in capsys.readouterr().err and not calls
+
+    def test_setup_continues_with_one_line_on_file_system_without_locks(self, venv, monkeypatch, capsys, calls):
+        def flock(lock, operation):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+        with venv.locked() as lock:
+            venv.install({"test"}, DEFAULT, lock)
+        lines = capsys.readouterr().err.splitlines()
+        assert calls and [line for line in lines if "cannot be locked (Function not implemented)" in line] == lines[:1]
 
 
 class TestSetupFailures:
@@ -354,7 +366,7 @@ class TestSetupFailures:
         venv.folder.mkdir()
         failed = [sys.executable, "-c", "print('line'); print('last words'); raise SystemExit(1)"]
         monkeypatch.setattr("konkanivani.install.environment.creating_command", lambda python, folder: failed)
-        with pytest.raises(SetupError, match="last words"):
+        with pytest.raises(SetupError, match="the command failed: last words"):
             venv.create()
 
     def test_too_little_disk_space_is_reported(self, venv):
@@ -369,6 +381,15 @@ class TestSetupFailures:
         message = capsys.readouterr().err
         assert "is not writable" in message and f"let its owner (user {os.getuid()})" in message
         assert not (checkout / ".venv").exists()
+
+    def test_error_of_operating_system_is_not_attributed_to_pip(self, bootstrap, monkeypatch, capsys):
+        def prepare(*_):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(Requirements, "missing", lambda *_: ["torch"])
+        monkeypatch.setattr(Venv, "prepare", prepare)
+        assert bootstrap.main([]) == 6
+        assert capsys.readouterr().err.startswith("error: The set-up failed: [Errno 5] Input/output error")
 
     def test_folder_other_than_environment_is_not_deleted(self, venv):
         venv.folder.mkdir()
@@ -393,6 +414,46 @@ class TestSetupFailures:
             bootstrap.leave_unsuitable_python()
         assert ending.value.code == 6
         assert f"This is Python {version.major}.{version.minor}," in capsys.readouterr().err
+
+    def test_complete_environment_without_pip_is_used_as_it_is(self, venv, tmp_path, monkeypatch):
+        """As `uv venv` makes it."""
+        (tmp_path / "without_pip").mkdir()
+        (tmp_path / "without_pip" / "pip.py").write_text("raise ImportError")
+        start = f'PYTHONPATH={tmp_path}/without_pip exec {sys.executable} "$@"'
+        python = write_program(venv.folder / "bin", "python", start)
+        package = write_program(venv.folder / "lib", "package.py", "")
+        assert subprocess.run([python, "-c", "import pip"], capture_output=True).returncode != 0
+        monkeypatch.setattr(Venv, "create", lambda self: pytest.fail("is created again"))
+        venv.prepare({"test"})
+        assert package.exists() and not venv.unfinished.exists()
+
+    @pytest.mark.parametrize("state", ["made by hand", "interrupted", "moved", "broken"])
+    def test_unusable_environment_is_emptied_only_if_set_up_made_it_or_python_is_broken(self, venv, monkeypatch, state):
+        # Starts, but cannot import the project, as Python 3.9.
+        answer = "exit 1" if state == "broken" else 'case "$*" in *konkanivani*) exit 1;; esac'
+        write_program(venv.folder / "bin", "python", answer)
+        if state == "interrupted":
+            venv.unfinished.touch()
+        if state == "moved":
+            venv.write_stamp(Stamp("cpu", "cpu", "/elsewhere"))
+        before = set(venv.folder.rglob("*"))
+        monkeypatch.setattr("konkanivani.install.environment.creating_command", lambda python, folder: [])
+        monkeypatch.setattr("konkanivani.install.packages.is_answering", lambda *_: True)
+        monkeypatch.setattr(Venv, "check_disk", lambda *_: None)
+        words = "not made by this set-up.*move it away" if state == "made by hand" else "could not create"
+        with venv.locked() as lock, pytest.raises(SetupError, match=words):
+            venv.install({"test"}, CPU, lock)
+        after = set(venv.folder.rglob("*"))
+        expected = before if state == "made by hand" else {venv.unfinished}
+        assert after == expected | {venv.lock}
+
+    def test_environment_created_without_pip_is_an_error(self, venv, monkeypatch):
+        venv.folder.mkdir()
+        failing = [sys.executable, "-c", "print('ensurepip: exit status 1'); raise SystemExit(1)"]
+        monkeypatch.setattr("konkanivani.install.environment.creating_command", lambda python, folder: failing)
+        monkeypatch.setattr(Venv, "missing", lambda *_: ["torch"])  # its Python starts
+        with pytest.raises(SetupError, match="ensurepip: exit status 1"):
+            venv.create()
 
     def test_newest_suitable_python_on_path_is_executed(self, bootstrap, tmp_path, monkeypatch):
         programs = tmp_path / "programs"
@@ -453,6 +514,35 @@ class TestSetupFailures:
         shown = capsys.readouterr().err
         assert "Downloading torch (505.9MiB)" in shown and "trying pip" in shown and "tqdm" not in shown
         assert (tmp_path / "arguments.txt").read_text().endswith("--no-input install torch\n")
+
+    def test_pip_is_taken_from_ensurepip_if_there_is_no_uv(self, venv, tmp_path, monkeypatch):
+        log = tmp_path / "arguments.txt"
+        # pip is absent, and ensurepip installs it; pip does not find uv.
+        script = (
+            f'echo "$@" >> {log}\ncase "$*" in *"import pip") exit 1;; *" install --quiet uv") exit 1;; esac\nexit 0'
+        )
+        write_program(venv.folder / "bin", "python", script)
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+        with venv.locked() as lock:
+            Installer(venv.root, venv.python, venv.cache, lock).install("jiwer")
+        lines = log.read_text().splitlines()
+        assert lines[:2] == ["-c import pip", "-m ensurepip"] and lines[-1].endswith("install jiwer")
+
+    def test_environment_is_kept_if_there_is_neither_uv_nor_pip(self, venv, monkeypatch):
+        python = write_program(venv.folder / "bin", "python", "exit 1")
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+        monkeypatch.setattr(Venv, "missing", lambda *_: ["jiwer"])
+        monkeypatch.setattr(Venv, "check_disk", lambda *_: None)
+        with venv.locked() as lock, pytest.raises(NothingChanged, match=r"neither pip nor ensurepip.*install uv"):
+            venv.install({"test"}, CPU, lock)
+        assert python.exists() and not venv.unfinished.exists()
+
+    def test_failure_of_uv_is_explained_if_there_is_no_pip(self, venv, tmp_path, monkeypatch):
+        write_program(tmp_path / "programs", "uv", "echo 'No solution found'; exit 1")
+        write_program(venv.folder / "bin", "python", "exit 1")
+        monkeypatch.setenv("PATH", str(tmp_path / "programs"), prepend=os.pathsep)
+        with venv.locked() as lock, pytest.raises(SetupError, match="uv failed: No solution found"):
+            Installer(venv.root, venv.python, venv.cache, lock).install("jiwer")
 
     def test_uv_gets_index_of_pip_and_full_disk_is_not_retried(self, venv, tmp_path, monkeypatch):
         uv = (

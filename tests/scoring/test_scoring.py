@@ -323,6 +323,13 @@ def test_lines_are_paired_by_position_and_ids_by_name(tmp_path):
     assert as_tuples(read_pairs(*ids, "ids")) == [("u1", "a b", ""), ("u2", "c d", "  c")]
 
 
+@pytest.mark.parametrize("duration", ["1" * 310, "-" + "1" * 310, "1e999", "NaN", "-1", "true", '"1"'])
+def test_duration_other_than_a_finite_number_is_ignored(tmp_path, duration):
+    path = tmp_path / "nemo.json"
+    path.write_text(f'{{"audio_filepath": "a.wav", "text": "x", "pred_text": "y", "duration": {duration}}}\n')
+    assert [text.seconds for text in read_pairs(None, str(path), "lines").texts] == [None]
+
+
 def test_json_lines_fields_identify_reference_and_hypothesis(tmp_path):
     rows = [
         {"audio_filepath": "a.wav", "text": "x", "pred_text": "y", "speaker": 7, "duration": 1.5, "offset": 2},
