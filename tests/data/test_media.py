@@ -240,7 +240,7 @@ def modified_program(monkeypatch: pytest.MonkeyPatch, folder: Path, line: str, b
     seconds = 0 if line == ENDLESS_LOOP else 1
     program = media_process.PROGRAM.read_text(encoding="utf-8").replace("MAX_SECONDS = 60", f"MAX_SECONDS = {seconds}")
     assert program.count(begin) == 1
-    indent = "    " if begin == MAIN else "        "
+    indent = "        " if begin == OPENING else "    "
     modified = folder / "media_reader.py"
     modified.write_text(program.replace(begin, f"{begin}{indent}{line}\n"), encoding="utf-8")
     monkeypatch.setattr(media_process, "PROGRAM", modified)
@@ -262,6 +262,24 @@ def test_decoder_process_failure_is_reported_with_reason(name, voice_message, mo
             with pytest.raises(UnusableAudio, match=message):
                 read(voice_message)
     assert len(read_samples(voice_message))  # the next file is read normally
+
+
+BEFORE_SANDBOX = "    channel = socket.socket(fileno=os.dup2(int(sys.argv[1]), 3))\n"
+HARD_LIMITS = {
+    "cpu": "resource.setrlimit(resource.RLIMIT_CPU, (50, 50))",
+    "memory": "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize() + 2**27; "
+    "resource.setrlimit(resource.RLIMIT_AS, (used, used))",
+}
+# Root with CAP_SYS_RESOURCE may raise hard limits; capset(2), version 3.
+DROP_CAPABILITIES = "import ctypes; ctypes.CDLL(None).capset(struct.pack('Ii', 0x20080522, 0), bytes(24))"
+
+
+@pytest.mark.parametrize("name", HARD_LIMITS)
+def test_lower_hard_limits_of_the_system_are_kept(name, voice_message, monkeypatch, tmp_path):
+    whole = read_samples(voice_message)
+    line = f"{HARD_LIMITS[name]}; {DROP_CAPABILITIES}"
+    with modified_program(monkeypatch, tmp_path, line, BEFORE_SANDBOX):
+        assert np.array_equal(read_samples(voice_message), whole)
 
 
 # As with -I if PyAV is in the user's site or on PYTHONPATH.

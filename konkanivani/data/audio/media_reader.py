@@ -202,7 +202,7 @@ def serve(channel: socket.socket) -> None:
         # RLIMIT_CPU counts from the start of the process: move the soft limit so that each request has MAX_SECONDS.
         times = os.times()
         used = int(times.user + times.system) + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (used + MAX_SECONDS, resource.RLIM_INFINITY))
+        limit(resource.RLIMIT_CPU, used + MAX_SECONDS, resource.RLIM_INFINITY)
         try:
             if kind == b"o":
                 descriptor = descriptors[0]
@@ -248,13 +248,22 @@ def enter_sandbox(channel: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     with open("/proc/self/statm", encoding="ascii") as file:
         used_memory = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    for limit, most in (
+    for kind, most in (
         (resource.RLIMIT_AS, used_memory + MORE_MEMORY),
         (resource.RLIMIT_NOFILE, channel + 2),  # one more than the socket: the received file
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(limit, (most, most))
+        limit(kind, most, most)
+
+
+def limit(kind: int, soft: int, hard: int) -> None:
+    """Set a resource limit; a lower hard limit, as of `ulimit -t` on login nodes, cannot be raised and is kept."""
+    present = resource.getrlimit(kind)[1]
+    if present != resource.RLIM_INFINITY:  # which is -1
+        soft = min(soft, present)
+        hard = present if hard == resource.RLIM_INFINITY else min(hard, present)
+    resource.setrlimit(kind, (soft, hard))
 
 
 def refuse(channel: socket.socket, reason: str) -> None:
