@@ -9,8 +9,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from konkanivani.data.audio.files import MAX_CHANNELS, MAX_RATE, MIN_RATE
-from konkanivani.data.audio.sound import UNKNOWN_FROM
+from konkanivani.data.audio.files import MAX_CHANNELS, MAX_RATE, MIN_RATE, UNKNOWN_FROM
 from konkanivani.errors import DataError
 
 Encoding = Literal["u8", "s16le", "s24le", "s32le", "f32le", "f64le"]
