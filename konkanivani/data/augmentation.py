@@ -213,6 +213,8 @@ def _clipped(waveform: torch.Tensor, generator: torch.Generator) -> torch.Tensor
 
     The other half stands for recordings whose peaks `restore_peaks` does not find: quieter or compressed ones.
     """
+    if not len(waveform):
+        return waveform
     waveform = clip_peaks(waveform, draw_uniform(CLIPPING_DB, generator))
     limit = float(waveform.abs().max())
     if limit == 0 or draw_number(generator) >= 0.5:

@@ -46,6 +46,12 @@ def wav_bytes(samples: np.ndarray, subtype: str = "PCM_16", rate: int = 16_000, 
     return bytes(data)
 
 
+def container_bytes(container: str) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros(10), 16_000, "PCM_16", format=container)
+    return file.getvalue()
+
+
 def decode_in_blocks(data: bytes, block: int) -> tuple[np.ndarray, PcmDecoder]:
     decoder = PcmDecoder(RAW)
     parts = [decoder.decode(data[start : start + block]) for start in range(0, len(data), block)]
@@ -80,6 +86,14 @@ def test_raw_pcm_is_decoded_and_partial_sample_is_counted(block):
     [
         (b"fLaC\0\0\0\x22" + bytes(100), "FLAC"),
         (b"OggS" + bytes(100), "Ogg"),
+        (container_bytes("RF64"), "is RF64"),
+        (container_bytes("AU"), "is AU"),
+        (container_bytes("CAF"), "is CAF"),
+        (container_bytes("W64"), "is W64"),
+        (wav_bytes(np.zeros(10)).replace(b"RIFF", b"RIFX"), "RIFX"),
+        (b"dns." + bytes(100), "is AU"),
+        (b"\0\0\0\x1cftypM4A \0\0\0\0" + bytes(100), "MP4 or M4A"),
+        (b"\0\0\0\x20ftyp", "MP4 or M4A"),
         (b"RIFF\0\0\0\0AVI " + bytes(100), "RIFF file other than WAV"),
         (wav_bytes(np.zeros(10))[:30], "cut"),
         (b"RIFF\0\0\0\0WAVEdata\0\0\0\0", "no format"),
@@ -93,6 +107,13 @@ def test_stream_other_than_wav_or_pcm_raises_data_error(data, message):
     for block in (1, len(data)):
         with pytest.raises(DataError, match=message):
             decode_in_blocks(data, block)
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfb\x90\0" * 10, b"ftyp" + bytes(8), b"\0\0\0\x1cfty", b"\x01\x02\x03\x04"])
+def test_raw_samples_that_resemble_a_signature_are_decoded(data):
+    for block in (1, len(data)):
+        result, decoder = decode_in_blocks(data, block)
+        assert 2 * len(result) + decoder.leftover == len(data)
 
 
 def test_json_events_are_one_parseable_line_each():

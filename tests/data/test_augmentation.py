@@ -47,6 +47,13 @@ def test_augmentation_none_returns_the_same_waveform():
     assert RecordingAugmentation()(waveform, 0, "a", no_talker).waveform is waveform
 
 
+@pytest.mark.parametrize("kind", ["clipping", "band", "level", "offset", "codec"])
+def test_empty_waveform_stays_empty(kind, monkeypatch):
+    enable_only(monkeypatch, kind)
+    for number in range(5):
+        assert light()(torch.zeros(0), 0, f"a{number}", no_talker).waveform.shape == (0,)
+
+
 @pytest.mark.parametrize("strength", ["light", "strong"])
 def test_augmentation_is_determined_by_seed_epoch_and_utterance(strength):
     def recorded(seed: int, epoch: int, utterance: str) -> list[torch.Tensor]:

@@ -2,8 +2,10 @@
 
 import contextlib
 import ctypes
+import importlib
 import os
 import signal
+import sys
 import tarfile
 import threading
 from collections.abc import Callable, Iterator
@@ -215,6 +217,7 @@ def test_decoder_process_has_file_memory_and_cpu_limits(voice_message):
     assert {path.name for path in inside} == {"0", "1", "2", "3"}
 
 
+MAIN = 'if __name__ == "__main__":\n'
 ENDLESS_LOOP = "while True: pass"
 FAILURES = {
     "crash": ("os.kill(os.getpid(), signal.SIGSEGV)", "crashed the decoder process .*SIGSEGV"),
@@ -225,18 +228,21 @@ FAILURES = {
 }
 
 
+OPENING = "    def __init__(self, window: FileSlice) -> None:\n"
+
+
 @contextlib.contextmanager
-def modified_program(monkeypatch: pytest.MonkeyPatch, folder: Path, line: str) -> Iterator[None]:
-    """Make the reader process run this line instead of opening a file.
+def modified_program(monkeypatch: pytest.MonkeyPatch, folder: Path, line: str, begin: str = OPENING) -> Iterator[None]:
+    """Make the reader process run this line instead of opening a file, or after another line of its program.
 
     Its CPU limit is one second or, for a hang, less.
     """
     seconds = 0 if line == ENDLESS_LOOP else 1
     program = media_process.PROGRAM.read_text(encoding="utf-8").replace("MAX_SECONDS = 60", f"MAX_SECONDS = {seconds}")
-    begin = "    def __init__(self, window: FileSlice) -> None:\n"
-    assert begin in program
+    assert program.count(begin) == 1
+    indent = "        " if begin == OPENING else "    "
     modified = folder / "media_reader.py"
-    modified.write_text(program.replace(begin, f"{begin}        {line}\n"), encoding="utf-8")
+    modified.write_text(program.replace(begin, f"{begin}{indent}{line}\n"), encoding="utf-8")
     monkeypatch.setattr(media_process, "PROGRAM", modified)
     monkeypatch.setattr(media_sound, "READERS", media_process.Readers())
     try:
@@ -256,6 +262,55 @@ def test_decoder_process_failure_is_reported_with_reason(name, voice_message, mo
             with pytest.raises(UnusableAudio, match=message):
                 read(voice_message)
     assert len(read_samples(voice_message))  # the next file is read normally
+
+
+BEFORE_SANDBOX = "    channel = socket.socket(fileno=os.dup2(int(sys.argv[1]), 3))\n"
+HARD_LIMITS = {
+    "cpu": "resource.setrlimit(resource.RLIMIT_CPU, (50, 50))",
+    "memory": "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize() + 2**27; "
+    "resource.setrlimit(resource.RLIMIT_AS, (used, used))",
+}
+# Root with CAP_SYS_RESOURCE may raise hard limits; capset(2), version 3.
+DROP_CAPABILITIES = "import ctypes; ctypes.CDLL(None).capset(struct.pack('Ii', 0x20080522, 0), bytes(24))"
+
+
+@pytest.mark.parametrize("name", HARD_LIMITS)
+def test_lower_hard_limits_of_the_system_are_kept(name, voice_message, monkeypatch, tmp_path):
+    whole = read_samples(voice_message)
+    line = f"{HARD_LIMITS[name]}; {DROP_CAPABILITIES}"
+    with modified_program(monkeypatch, tmp_path, line, BEFORE_SANDBOX):
+        assert np.array_equal(read_samples(voice_message), whole)
+
+
+# As with -I if PyAV is in the user's site or on PYTHONPATH.
+WITHOUT_PYAV = "sys.path = [folder for folder in sys.path if not os.path.exists(os.path.join(folder, 'av'))]"
+
+
+def test_pyav_outside_the_isolated_path_is_imported_from_the_folder_of_the_parent(voice_message, monkeypatch, tmp_path):
+    whole = read_samples(voice_message)
+    with modified_program(monkeypatch, tmp_path, WITHOUT_PYAV, MAIN):
+        assert np.array_equal(read_samples(voice_message), whole)
+
+
+def test_pyav_that_cannot_be_imported_is_reported_with_install_command(voice_message, monkeypatch, tmp_path):
+    monkeypatch.setattr(media_process, "pyav_folder", lambda: "")
+    with modified_program(monkeypatch, tmp_path, WITHOUT_PYAV, MAIN):
+        for _ in range(2):  # the process that has exited is not reused
+            with pytest.raises(
+                UnusableAudio, match=r"PyAV cannot be imported \(No module named 'av'\).*pip install av"
+            ):
+                read_samples(voice_message)
+
+
+def test_module_named_av_in_the_working_directory_is_not_imported(monkeypatch, tmp_path):
+    (tmp_path / "av").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [""])
+    monkeypatch.delitem(sys.modules, "av")  # find_spec would return the spec of the imported module
+    assert not media_process.is_installed()  # a folder without __init__.py
+    (tmp_path / "av" / "__init__.py").write_text("raise RuntimeError", encoding="utf-8")
+    importlib.invalidate_caches()
+    assert media_process.is_installed() and media_process.pyav_folder() == ""
 
 
 def test_decoder_killed_while_reading_is_replaced_with_equal_samples(voice_message):

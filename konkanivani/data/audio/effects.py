@@ -43,6 +43,8 @@ def quantize(waveform: torch.Tensor) -> torch.Tensor:
 
 def clip_peaks(waveform: torch.Tensor, decibels: float) -> torch.Tensor:
     """Clip the waveform (S,) at `decibels` below its peak, as an overdriven microphone does; the level stays."""
+    if not len(waveform):
+        return waveform
     limit = float(waveform.abs().max()) * 10 ** (-decibels / 20)
     return waveform.clamp(-limit, limit)
 

@@ -6,7 +6,10 @@ file only after its header has passed the limits below. This module does not imp
 
 import contextlib
 import hashlib
+import math
 import os
+import re
+import struct
 import sys
 import tempfile
 import warnings
@@ -20,12 +23,13 @@ from konkanivani.data.audio.media import INSTALL, MediaSound, is_installed, may_
 from konkanivani.data.audio.sound import (
     AudioHeader,
     AudioSource,
+    DamagedAudio,
     NotKnown,
     OpenedAudio,
     SndfileSound,
     UnusableAudio,
     duration_tolerance,
-    missing_share,
+    iterate_chunks,
     open_file,
     opened_audio,
 )
@@ -125,6 +129,63 @@ def spooled_input() -> Iterator[Path]:
 
 
 # --------------------
+# Detection of truncated files: the number of bytes of samples that a header states, compared with the file's size.
+#
+# libsndfile reads a truncated file without an error, as if it were complete, so the header is parsed here.
+
+
+# Lengths from here on, or 0, are placeholders of programs that did not know the length.
+UNKNOWN_FROM = 0x7FFF0000  # in fields of 32 bits
+UNKNOWN_FROM_64 = 2**62
+W64_DATA = b"data\xf3\xac\xd3\x11\x8c\xd1\x00\xc0\x4f\x8e\xdb\x8a"
+NIST_HEADER = 4096  # bytes that are searched for the length; most headers have 1024
+NIST_FIELDS = rb"^(channel_count|sample_n_bytes|sample_count) -i (\d{1,15})\s"
+
+
+def missing_share(opened: OpenedAudio) -> float:
+    """Return the missing bytes of samples, divided by those that the file has; 0 if its header does not state them.
+
+    Headers of WAV, RF64, W64, AIFF, AU, CAF and NIST SPHERE are known.
+    """
+    begin, claimed, unknown_from = _stated_bytes(opened)
+    available = opened.size - begin
+    return claimed / available - 1 if 0 < available < claimed < unknown_from else 0.0
+
+
+def _stated_bytes(opened: OpenedAudio) -> tuple[int, int, int]:
+    """Return the offset of the samples, their stated bytes, and from which value on these are a placeholder."""
+    head = opened.at(0, 40)
+    name = head[:4]
+    if name in (b"RIFF", b"RIFX", b"RF64") and head[8:12] == b"WAVE":
+        begin, claimed = _find_chunk(opened, ">4sL" if name == b"RIFX" else "<4sL", 12, b"data")
+        if name == b"RF64" and head[12:16] == b"ds64" and claimed == 0xFFFFFFFF:
+            return begin, int.from_bytes(head[28:36], "little"), UNKNOWN_FROM_64
+        return begin, claimed, UNKNOWN_FROM
+    if name == b"FORM" and head[8:12] in (b"AIFF", b"AIFC"):
+        return *_find_chunk(opened, ">4sL", 12, b"SSND"), UNKNOWN_FROM
+    if name == b"riff" and head[24:28] == b"wave":
+        return *_find_chunk(opened, "<16sQ", 40, W64_DATA), UNKNOWN_FROM_64
+    if name == b"caff":
+        begin, claimed = _find_chunk(opened, ">4sQ", 8, b"data")
+        return begin + 4, claimed - 4, UNKNOWN_FROM_64  # without the chunk's own field, the edit count
+    if name in (b".snd", b"dns.") and len(head) >= 12:
+        begin, claimed = struct.unpack_from(">2L" if name == b".snd" else "<2L", head, 4)
+        return begin, claimed, UNKNOWN_FROM
+    if head.startswith(b"NIST_1A\n") and head[8:15].strip().isdigit():
+        begin = int(head[8:15])
+        fields = dict(re.findall(NIST_FIELDS, opened.at(0, min(begin, NIST_HEADER)), re.MULTILINE))
+        claimed = math.prod(map(int, fields.values())) if len(fields) == 3 else 0
+        return begin, claimed, UNKNOWN_FROM_64
+    return 0, 0, 0
+
+
+def _find_chunk(opened: OpenedAudio, shape: str, first: int, name: bytes) -> tuple[int, int]:
+    """Return the content offset and the stated length of the chunk of this name; zeros if there is none."""
+    chunks = iterate_chunks(opened, shape, first)
+    return next(((begin, claimed) for chunk, begin, claimed in chunks if chunk == name), (0, 0))
+
+
+# --------------------
 # Reading headers and samples of audio files: a whole file, a span of it, or a member of a tar shard.
 
 
@@ -159,7 +220,9 @@ def content_digest(source: AudioSource) -> str:
 def read_header(source: AudioSource) -> AudioHeader:
     """Return the header of the whole audio file; raise `UnusableAudio` if the file cannot be used.
 
-    `frames` is the number of frames that can be read: a file that FFmpeg reads is decoded to count them.
+    `frames` is the number of frames that can be read if the file is decoded to count them: one that FFmpeg reads, or
+    that does not state its length. Otherwise it is the stated number, reduced to the size of the file where samples
+    are not compressed; a truncated MP3 or FLAC has fewer, which is found when its samples are read.
     """
     with _open(source) as sound:
         header = sound.header
@@ -201,7 +264,9 @@ def read_samples(source: AudioSource, most_seconds: float = float("inf")) -> tup
     samples = select_channel(samples, source.channel)
     if not len(samples):
         raise UnusableAudio(source, "it contains no samples")
-    if sound.is_counted and len(samples) < 0.9 * frames_to_read:
+    # Of what is read, not of the file: 2 % of an hour would hide the loss of a whole span.
+    missing = (frames_to_read - len(samples)) / header.rate
+    if sound.is_counted and missing > duration_tolerance(frames_to_read / header.rate):
         raise UnusableAudio(source, f"it is truncated after {len(samples) / header.rate:.2f} s")
     if not np.isfinite(samples).all():
         raise UnusableAudio(source, "it contains NaN or infinite samples")
@@ -212,7 +277,8 @@ def read_blocks(source: AudioSource, seconds: float) -> Iterator[np.ndarray]:
     """Yield an audio file of any length in blocks of about `seconds`: samples (frames, channels) float32.
 
     If the source names a channel, the blocks are (frames, 1). A file that is shorter than its header states is read to
-    its end, with a `ShortAudio` warning. `UnusableAudio` is raised at the block where the error is found.
+    its end, and one that cannot be decoded after a block up to there, with a `ShortAudio` warning. Other errors raise
+    `UnusableAudio` at the block where they are found.
     """
     with _open(source) as sound:
         header = sound.header
@@ -220,7 +286,13 @@ def read_blocks(source: AudioSource, seconds: float) -> Iterator[np.ndarray]:
         count = max(1, int(seconds * header.rate))
         _warn_of_missing(header.missing, source)
         while True:
-            samples = sound.read(min(count, header.frames - done) if sound.is_counted else count)
+            try:
+                samples = sound.read(min(count, header.frames - done) if sound.is_counted else count)
+            except DamagedAudio as error:
+                if not done:
+                    raise
+                _warn_of_damage(done / header.rate, error.reason, source)
+                return
             samples = select_channel(samples, source.channel)
             done += len(samples)
             if not np.isfinite(samples).all():
@@ -247,6 +319,14 @@ def _warn_of_missing(seconds: float, source: AudioSource) -> None:
             ShortAudio,
             stacklevel=3,
         )
+
+
+def _warn_of_damage(seconds: float, reason: str, source: AudioSource) -> None:
+    warnings.warn(
+        f"The audio file {source} is truncated or damaged: it can be decoded for {seconds:.1f} s ({reason}).",
+        ShortAudio,
+        stacklevel=3,
+    )
 
 
 def _span(header: AudioHeader, source: AudioSource, is_counted: bool) -> tuple[int, int]:

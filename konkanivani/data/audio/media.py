@@ -29,6 +29,25 @@ PROGRAM = Path(__file__).with_name("media_reader.py")
 ANSWER_SECONDS = 1800.0  # for a stopped process or an unreachable disk; CPU time has a limit of its own
 MAX_ANSWER_BYTES = 2**28
 PIECE_BYTES = 2**20
+INSTALL = ".venv/bin/python -m pip install av"
+
+
+def is_installed() -> bool:
+    return bool(_pyav_file())
+
+
+def pyav_folder() -> str:
+    """Return the folder from which this process would import PyAV; "" if there is none or it must not be searched."""
+    file = _pyav_file()
+    folder = os.path.dirname(os.path.dirname(file))
+    # Files in the working directory may belong to the data: a module among them is never imported.
+    return "" if not file or os.path.samefile(folder, os.curdir) else folder
+
+
+def _pyav_file() -> str:
+    spec = importlib.util.find_spec("av")
+    # A folder `av` without `__init__.py` has a spec without origin.
+    return "" if spec is None or spec.origin is None else os.path.abspath(spec.origin)
 
 
 class ReaderFailed(Exception):
@@ -47,8 +66,9 @@ class Reader:
         with child_end:
             try:
                 self.process = subprocess.Popen(
-                    # -I: PYTHON* variables and the modules in the script's folder do not affect its imports.
-                    [sys.executable, "-I", str(PROGRAM), str(child_end.fileno())],
+                    # -I: PYTHON* variables and the modules in the script's folder do not affect its imports. PyAV may
+                    # be in a folder that -I leaves out (PYTHONPATH, user site): the program searches it last.
+                    [sys.executable, "-I", str(PROGRAM), str(child_end.fileno()), pyav_folder()],
                     pass_fds=(child_end.fileno(),),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -65,7 +85,7 @@ class Reader:
         """Send a request and return the content of its answer.
 
         Raises:
-            Refused: The process answered with an error and remains usable.
+            Refused: The process answered with an error; it remains usable unless PyAV cannot be imported.
             ReaderFailed: The process died, hung or sent invalid data.
         """
         self.is_sound = False  # stays so if this is interrupted: the late answer would be taken for the next one
@@ -78,6 +98,9 @@ class Reader:
             content = self._receive(size)
         except OSError as error:
             raise ReaderFailed(self._end(error)) from None
+        if answer == b"i":
+            reason = content.decode(errors="replace")
+            raise Refused(f"PyAV cannot be imported ({reason}); install it again: {INSTALL}")
         self.is_sound = True
         if answer == b"e":
             raise Refused(content.decode(errors="replace"))
@@ -173,7 +196,6 @@ READERS = Readers()  # one pool per process, shared by all threads
 # Audio files that libsndfile does not support, decoded sequentially by FFmpeg in a separate process.
 
 
-INSTALL = ".venv/bin/python -m pip install av"
 PIECE_SAMPLES = 2**20  # of all channels together, per request: 4 MiB of float32
 DROPPED_SECONDS = 60  # skipped per request: MAX_SECONDS of media_reader.py limits the CPU time of one request
 # Signatures as (offset in bytes, magic number): ISO media (MP4, QuickTime), Matroska, ASF, AMR, FLV, AVI, and so on.
@@ -193,10 +215,6 @@ def may_be_media(opened: OpenedAudio) -> bool:
     is_stream = head[:1] == b"\x47" and head[188:189] == b"\x47"
     begins = is_mpeg or is_stream or any(head[at : at + len(name)] == name for at, name in BEGINNINGS)
     return bool(head) and (begins or os.path.splitext(opened.source.path)[1].lower() in MEDIA_SUFFIXES)
-
-
-def is_installed() -> bool:
-    return importlib.util.find_spec("av") is not None
 
 
 class MediaSound:

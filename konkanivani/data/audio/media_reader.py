@@ -3,9 +3,10 @@
 FFmpeg is a large code base and its input is untrusted. The process can therefore open no file except the descriptor
 that it receives, write no file and start no program; its memory and CPU time are limited.
 
-python -I media_reader.py SOCKET
+python -I media_reader.py SOCKET FOLDER
 
-It answers requests in order and exits when the socket is closed. A request is `REQUEST`: a letter and two integers.
+FOLDER contains PyAV; it is searched last, and "" stands for none. The program answers requests in order and exits when
+the socket is closed. A request is `REQUEST`: a letter and two integers.
 
 - `o`: open the file whose descriptor is attached; the integers are its first byte and its number of bytes
 - `r`: read this number of frames
@@ -13,8 +14,8 @@ It answers requests in order and exits when the socket is closed. A request is `
 - `c`: close the file
 
 An answer is `ANSWER`, a letter and the length of the content that follows: `h` the header as JSON, `f` interleaved
-float32 frames, `n` the number of discarded frames, `c` closed, `e` the reason of a failure. An answer with fewer
-frames than the request is the last one.
+float32 frames, `n` the number of discarded frames, `c` closed, `e` the reason of a failure, `i` the reason why PyAV
+cannot be imported, after which the process exits. An answer with fewer frames than the request is the last one.
 """
 
 import contextlib
@@ -201,7 +202,7 @@ def serve(channel: socket.socket) -> None:
         # RLIMIT_CPU counts from the start of the process: move the soft limit so that each request has MAX_SECONDS.
         times = os.times()
         used = int(times.user + times.system) + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (used + MAX_SECONDS, resource.RLIM_INFINITY))
+        limit(resource.RLIMIT_CPU, used + MAX_SECONDS, resource.RLIM_INFINITY)
         try:
             if kind == b"o":
                 descriptor = descriptors[0]
@@ -247,17 +248,39 @@ def enter_sandbox(channel: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     with open("/proc/self/statm", encoding="ascii") as file:
         used_memory = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    for limit, most in (
+    for kind, most in (
         (resource.RLIMIT_AS, used_memory + MORE_MEMORY),
         (resource.RLIMIT_NOFILE, channel + 2),  # one more than the socket: the received file
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(limit, (most, most))
+        limit(kind, most, most)
+
+
+def limit(kind: int, soft: int, hard: int) -> None:
+    """Set a resource limit; a lower hard limit, as of `ulimit -t` on login nodes, cannot be raised and is kept."""
+    present = resource.getrlimit(kind)[1]
+    if present != resource.RLIM_INFINITY:  # which is -1
+        soft = min(soft, present)
+        hard = present if hard == resource.RLIM_INFINITY else min(hard, present)
+    resource.setrlimit(kind, (soft, hard))
+
+
+def refuse(channel: socket.socket, reason: str) -> None:
+    """Answer the first request with the reason why PyAV cannot be imported, and exit."""
+    socket.recv_fds(channel, REQUEST.size, 1)
+    content = reason.encode(errors="replace")
+    channel.sendall(ANSWER.pack(b"i", len(content)) + content)
+    sys.exit(1)
 
 
 if __name__ == "__main__":
-    import av
+    if sys.argv[2]:
+        sys.path.append(sys.argv[2])
+    try:
+        import av
+    except ImportError as error:
+        refuse(socket.socket(fileno=int(sys.argv[1])), str(error))
 
     for name in ("video", "audio", "subtitles"):  # PyAV imports these lazily, which the sandbox would prevent
         for part in ("stream", "codeccontext"):

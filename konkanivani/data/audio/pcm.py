@@ -9,8 +9,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from konkanivani.data.audio.files import MAX_CHANNELS, MAX_RATE, MIN_RATE
-from konkanivani.data.audio.sound import UNKNOWN_FROM
+from konkanivani.data.audio.files import MAX_CHANNELS, MAX_RATE, MIN_RATE, UNKNOWN_FROM
 from konkanivani.errors import DataError
 
 Encoding = Literal["u8", "s16le", "s24le", "s32le", "f32le", "f64le"]
@@ -26,7 +25,22 @@ ENCODINGS: dict[tuple[int, int], Encoding] = {
     (IEEE_FLOAT, 64): "f64le",
 }
 MAX_HEADER = 2**20  # bytes before the samples of a WAV file
-COMPRESSED = {b"fLaC": "FLAC", b"OggS": "Ogg", b"ID3": "MP3", b"\x1aE\xdf\xa3": "WebM", b"FORM": "AIFF"}
+# Signatures of other files, by offset. The two bytes of an MPEG frame are left out: they may be samples.
+SIGNATURES = {
+    (0, b"fLaC"): "FLAC",
+    (0, b"OggS"): "Ogg",
+    (0, b"ID3"): "MP3",
+    (0, b"\x1aE\xdf\xa3"): "WebM",
+    (0, b"FORM"): "AIFF",
+    (0, b"RF64"): "RF64",
+    (0, b"RIFX"): "RIFX (big-endian WAV)",
+    (0, b".snd"): "AU",
+    (0, b"dns."): "AU",
+    (0, b"caff"): "CAF",
+    (0, b"riff"): "W64",
+    (4, b"ftyp"): "MP4 or M4A",
+}
+SIGNATURE_BYTES = max(offset + len(magic) for offset, magic in SIGNATURES)
 
 
 @dataclass(frozen=True)
@@ -100,10 +114,10 @@ class PcmDecoder:
 
     def _read_header(self, is_end: bool) -> None:
         head = self._waiting
-        if len(head) < 4 and not is_end:
+        if len(head) < SIGNATURE_BYTES and not is_end:
             return
-        for magic, name in COMPRESSED.items():
-            if head.startswith(magic):
+        for (offset, magic), name in SIGNATURES.items():
+            if head.startswith(magic, offset):
                 raise DataError(
                     f"Standard input is {name}, but must be WAV or raw PCM. Convert it with ffmpeg -i FILE -f wav -."
                 )

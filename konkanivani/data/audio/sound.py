@@ -70,6 +70,10 @@ class UnusableAudio(DataError):
         return DataError, self.args
 
 
+class DamagedAudio(UnusableAudio):
+    """Audio file that the decoder cannot read any further, as a truncated FLAC."""
+
+
 @dataclass(frozen=True)
 class AudioHeader:
     """Header of an audio file: `frames` samples per channel, `rate` in Hz.
@@ -159,39 +163,10 @@ def open_file(source: AudioSource) -> io.BufferedReader:
 
 
 # --------------------
-# Detection of truncated files: the number of bytes of samples that a header states, compared with the file's size.
-#
-# libsndfile reads a truncated file without an error, as if it were complete, so the header is parsed here.
+# Chunks of containers.
 
 
-UNKNOWN_FROM = 0x7FFF0000  # lengths from here on, or 0, are placeholders of programs that did not know the length
 MAX_CHUNKS = 1000
-W64_DATA = b"data\xf3\xac\xd3\x11\x8c\xd1\x00\xc0\x4f\x8e\xdb\x8a"
-
-
-def missing_share(opened: OpenedAudio) -> float:
-    """Return the bytes missing from a WAV, RF64, W64 or AIFF, divided by the bytes of samples that it has."""
-    head = opened.at(0, 40)
-    large = 0
-    if head[:4] in (b"RIFF", b"RF64") and head[8:12] == b"WAVE":
-        samples = b"data"
-        chunks = iterate_chunks(opened, "<4sL", 12)
-        if head[:4] == b"RF64" and head[12:16] == b"ds64":
-            large = struct.unpack("<Q", opened.at(28, 8))[0]
-    elif head[:4] == b"FORM" and head[8:12] in (b"AIFF", b"AIFC"):
-        samples = b"SSND"
-        chunks = iterate_chunks(opened, ">4sL", 12)
-    elif head[:4] == b"riff" and head[24:28] == b"wave":
-        samples = W64_DATA
-        chunks = iterate_chunks(opened, "<16sQ", 40)
-    else:
-        return 0.0
-    begin, claimed = next(((begin, claimed) for name, begin, claimed in chunks if name == samples), (0, 0))
-    if claimed == 0xFFFFFFFF and large:  # RF64: the 64-bit length is in the ds64 chunk
-        claimed = large
-    available = opened.size - begin
-    is_known = 0 < claimed < UNKNOWN_FROM or 2**32 <= claimed < 2**62
-    return claimed / available - 1 if is_known and 0 < available < claimed else 0.0
 
 
 def iterate_chunks(opened: OpenedAudio, shape: str, begin: int) -> Iterator[tuple[bytes, int, int]]:
@@ -283,12 +258,16 @@ def _ds64_patches(opened: OpenedAudio) -> Patches:
 
 
 def _caf_patches(opened: OpenedAudio) -> Patches:
-    """Return the patch of a CAF's data chunk, in which a length of -1 means "to the end of the file"."""
+    """Return the patch of a CAF's data chunk, in which a length of -1 means "to the end of the file".
+
+    A length beyond the end of the file is patched too.
+    """
     for name, begin, claimed in iterate_chunks(opened, ">4sQ", 8):
         if name != b"data":
             continue
         is_unset = claimed in (*UNSET_64, 4)  # 4: the chunk's own field alone, the edit count
-        if is_unset and _holds_samples(opened, begin + 4, ">4sQ"):
+        is_truncated = not is_unset and claimed > opened.size - begin  # libsndfile refuses such a file
+        if is_truncated or is_unset and _holds_samples(opened, begin + 4, ">4sQ"):
             return {begin - 8: struct.pack(">Q", opened.size - begin)}
         break
     return {}
@@ -422,7 +401,8 @@ class SndfileSound:
             samples = self.file.read(count, dtype="float32", always_2d=True)
         except (OSError, RuntimeError, ValueError, MemoryError) as error:
             reason = str(error).removeprefix("Error : ").rstrip(".") or "it cannot be decoded"
-            raise UnusableAudio(self.source, reason) from None
+            kind = DamagedAudio if isinstance(error, soundfile.LibsndfileError) else UnusableAudio
+            raise kind(self.source, reason) from None
         self.done += len(samples)
         if not self.is_counted and self.done > self.most_frames:
             seconds = self.done / self.header.rate

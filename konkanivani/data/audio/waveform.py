@@ -204,6 +204,8 @@ def resample(waveform: torch.Tensor, rate: int) -> torch.Tensor:
 
 def change_rate(waveform: torch.Tensor, old: int, new: int) -> torch.Tensor:
     """Resample a waveform (S,) from rate `old` to rate `new`: (ceil(S new / old),)."""
+    if not len(waveform):  # torchaudio raises an error
+        return waveform
     # PyTorch's convolution compiles a kernel for each new length, which takes the time of resampling two seconds of
     # speech. Padding to a multiple of FILTERED_SAMPLES limits the number of lengths; the filter assumes zeros there
     # anyway.
