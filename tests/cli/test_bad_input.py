@@ -79,7 +79,7 @@ def test_invalid_flags_exit_with_2_before_torch_is_imported(tmp_path, tmp_path_f
 
 def test_missing_device_and_missing_manifest_exit_with_2(corpus, tmp_path):
     assert "--device cpu" in run_rejected(2, tmp_path, "--device", "cuda", *corpus.flags())
-    assert "konkanivani builtin" in run_rejected(2, tmp_path, "--device", "cpu")
+    assert "prepare_builtin_corpus.py" in run_rejected(2, tmp_path, "--device", "cpu")
 
 
 @pytest.mark.parametrize("name, value", [("dropout", "1"), ("epochs", "0"), ("keep_checkpoints", "1"), ("seed", "-1")])
