@@ -20,7 +20,6 @@ from konkanivani.errors import ResourceError, UsageError, defer_signals, explain
 
 PACKAGE = Path(__file__).parent
 PIECE_BYTES = 2**20
-WRITE_ADVICE = "Free disk space, repair the folder, or choose another one."
 
 
 @contextlib.contextmanager
@@ -90,7 +89,8 @@ def _is_at(descriptor: int, path: Path) -> bool:
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path as `atomic_replace` does; an OSError becomes a ResourceError with a general message."""
-    with explained(ResourceError, f"{path} could not be written", WRITE_ADVICE), atomic_replace(path) as partial:
+    advice = "Free disk space, repair the folder, or choose another one."
+    with explained(ResourceError, f"{path} could not be written", advice), atomic_replace(path) as partial:
         yield partial
 
 

@@ -20,7 +20,7 @@ from konkanivani.data.audio.paths import AUDIO_SUFFIXES, existing_path
 from konkanivani.data.batching import partition
 from konkanivani.distributed import ALONE, Topology, broadcast_from_rank0, gather
 from konkanivani.errors import DataError, ResourceError, UsageError, explained
-from konkanivani.files import WRITE_ADVICE, atomic_replace, sole_writer, visible_files, without_empty_folders
+from konkanivani.files import atomic_replace, sole_writer, visible_files, without_empty_folders
 from konkanivani.inference.recognizer import Recognizer
 from konkanivani.inference.word_times import Segment, TextFormat, Timestamps, render
 
@@ -297,7 +297,8 @@ def write_text(path: Path, texts: Iterable[str], is_kept: bool = False) -> bool:
     On failure, an existing file is unchanged. With `is_kept` it is not written, even if it has appeared while this
     process waited for another one that writes it. Raises a ResourceError if the file cannot be written.
     """
-    with explained(ResourceError, f"{path} could not be written", WRITE_ADVICE):
+    advice = "Free disk space, repair the folder, or choose another one."
+    with explained(ResourceError, f"{path} could not be written", advice):
         path.parent.mkdir(parents=True, exist_ok=True)
         with sole_writer(path):
             if is_kept and os.path.exists(path):

@@ -352,9 +352,10 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         listening.close()
         # A UnicodeError is about a name that no host can have, such as "a..b".
-        is_host = isinstance(error, socket.gaierror | UnicodeError) or error.errno == errno.EADDRNOTAVAIL
-        advice = other_host if is_host else "Choose another port with --port."
-        with explained(ResourceError, failure, advice, UnicodeError):
+        if isinstance(error, socket.gaierror | UnicodeError) or error.errno == errno.EADDRNOTAVAIL:
+            with explained(ResourceError, failure, other_host, UnicodeError):
+                raise
+        with explained(ResourceError, failure, "Choose another port with --port."):
             raise
     return listening
 
