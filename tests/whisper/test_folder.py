@@ -139,33 +139,44 @@ def test_unreadable_file_of_the_base_folder_is_named(whisper_folders, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_signal_while_a_folder_is_written_leaves_no_files(number, tmp_path):
+def run_in_child(action: Callable[[], None]) -> int:
+    """Run the action in a forked child, whose signals do not reach threads of earlier tests; return its exit code."""
     child = os.fork()
     if child == 0:
         try:
-            signal.signal(number, signal.SIG_DFL)
-            with whole_folder(tmp_path / "out") as partial:
-                (partial / "half").write_bytes(b"x")
-                os.kill(os.getpid(), number)
+            signal.pthread_sigmask(signal.SIG_SETMASK, [])
+            action()
+            os._exit(0)
         except SystemExit as end:
             os._exit(end.code)
         finally:
             os._exit(99)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + number
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_while_a_folder_is_written_leaves_no_files(number, tmp_path):
+    def write() -> None:
+        signal.signal(number, signal.SIG_DFL)
+        with whole_folder(tmp_path / "out") as partial:
+            (partial / "half").write_bytes(b"x")
+            os.kill(os.getpid(), number)
+
+    assert run_in_child(write) == 128 + number
     assert not list(tmp_path.iterdir())
 
 
 def test_handlers_of_signals_are_kept_while_a_folder_is_written(tmp_path):
-    received = []
-    before = signal.signal(signal.SIGTERM, lambda number, _frame: received.append(number))
-    try:
+    def write() -> None:
+        received = []
+        signal.signal(signal.SIGTERM, lambda number, _frame: received.append(number))
         with whole_folder(tmp_path / "out") as partial:
             (partial / "whole").write_bytes(b"x")
             os.kill(os.getpid(), signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert received == [signal.SIGTERM] and (tmp_path / "out" / "whole").read_bytes() == b"x"
+        assert received == [signal.SIGTERM]
+
+    assert run_in_child(write) == 0
+    assert (tmp_path / "out" / "whole").read_bytes() == b"x"
 
 
 def index_tensor_in(file: object) -> Callable[[Path], None]:
