@@ -11,9 +11,9 @@ from tests.faults.watched_process import CONTAINER_SECONDS, MAX_GROWTH_MIB, MAX_
 
 COUNTS = {"audio": 12, "media": 8, "manifests": 12, "checkpoints": 20, "flags": 8}  # --parts fuzz --full: 19,000
 EXPECTED_OUTCOMES = {
-    "audio": {"taken", "UnusableAudio", "DataError"},
-    "media": {"taken", "UnusableAudio", "DataError"},
-    "manifests": {"taken", "UnusableAudio", "DataError"},
+    "audio": {"taken", "UnusableAudio", "DamagedAudio", "DataError"},
+    "media": {"taken", "UnusableAudio", "DamagedAudio", "DataError"},
+    "manifests": {"taken", "UnusableAudio", "DamagedAudio", "DataError"},
     "checkpoints": {"taken", "CheckpointError", "UsageError"},
     "flags": {"taken", "UsageError"},
 }
