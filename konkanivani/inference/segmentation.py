@@ -146,9 +146,10 @@ def first_piece(
     speech_end = int(before_pauses[0] if len(before_pauses) else loud[-1]) + 1
     end = min(speech_end + MARGIN, steps.end)
     if end < steps.end:
-        # Digital silence is not part of a piece.
-        nothing = steps.steps_of_nothing(speech_end, end)
-        end = int(nothing[0]) if len(nothing) else end
+        # Digital silence at the end is not part of a piece. It may also be the closure before a weak final plosive.
+        nothing = set(steps.steps_of_nothing(speech_end, end).tolist())
+        while end > speech_end and end - 1 in nothing:
+            end -= 1
     is_cut = end - start > segmentation.longest
     if is_cut:
         end = steps.quietest_step(cut, start + segmentation.longest - overlap)

@@ -116,3 +116,18 @@ def test_memory_is_bounded_for_long_recordings():
     # The buffer is largest in the first minute.
     each = len(sizes) // 5
     assert max(sizes[-each:]) <= max(sizes[:each]) + TICK_SAMPLES
+
+
+def test_weak_plosive_after_a_closure_of_digital_silence_is_kept():
+    """Synthetic speech and noise gates have zeros in closures; a weak burst after them is below the threshold."""
+    burst = noise(0.02, 10**-3.0)
+    closure = zeros(0.06)
+    spoken = torch.cat([zeros(1), 2 * syllables(2), closure, burst, zeros(1)])
+    end = 1 + 2 + 0.06 + 0.02
+    (piece,) = detect_speech(spoken)
+    # Up to the burst, without the digital silence after it, to a step of 10 ms.
+    assert piece.end == pytest.approx(end, abs=0.011)
+    # Negative control: the burst is not loud by itself, so that the speech ends before it.
+    assert piece.speech_end is not None and piece.speech_end < 3.04
+    (without,) = detect_speech(torch.cat([zeros(1), 2 * syllables(2), zeros(1)]))
+    assert without.end < end - 0.04
