@@ -50,7 +50,7 @@ from konkanivani.inference.listener import Event, Final, Listener, Partial
 from konkanivani.inference.live import expected_delay, for_live_speech
 from konkanivani.inference.recognizer import Recognizer
 from konkanivani.lengths import SAMPLE_RATE
-from konkanivani.memory.monitor import resident_mib
+from konkanivani.memory.monitor import resident_mib, set_mmap_threshold
 from konkanivani.scoring.metrics import error_rates
 
 BLOCK_SECONDS = 0.05
@@ -360,6 +360,7 @@ def measure(flags: Flags) -> str:
     from konkanivani.inference.recognizer import build_recognizer
 
     torch.set_num_threads(1)
+    set_mmap_threshold()  # as listen and serve do
     level = 0.0 if flags.noise is None else 10 ** (flags.noise / 20)
     recognizer = for_live_speech(build_recognizer(flags.checkpoint, flags.decoding, "cpu", pretrained=flags.pretrained))
     if flags.measure == "memory":

@@ -58,6 +58,7 @@ def listen(flags: Flags) -> str:
     from konkanivani.data.audio.pcm import PcmFormat, check_format
     from konkanivani.inference import live
     from konkanivani.inference.recognizer import build_recognizer
+    from konkanivani.memory.monitor import set_mmap_threshold
     from konkanivani.recipe.final_scores import choose_checkpoint
 
     raw = PcmFormat(flags.sample_rate, flags.channels, flags.sample_format)
@@ -66,6 +67,7 @@ def listen(flags: Flags) -> str:
     except DataError as error:
         raise UsageError(f"{error}") from None
     checkpoint = choose_checkpoint(flags.checkpoint, flags.pretrained)
+    set_mmap_threshold()  # before the model is loaded
     recognizer = live.for_live_speech(
         build_recognizer(checkpoint, flags.decoding, flags.device, flags.longest_piece, flags.pause, flags.pretrained)
     )

@@ -49,6 +49,7 @@ def serve(flags: Flags) -> str:
     from konkanivani.inference.listener import Listener
     from konkanivani.inference.live import expected_delay, for_live_speech
     from konkanivani.inference.recognizer import build_recognizer
+    from konkanivani.memory.monitor import set_mmap_threshold
     from konkanivani.recipe.final_scores import choose_checkpoint
     from konkanivani.serve.corrections import open_corrections
     from konkanivani.serve.messages import Ready
@@ -58,6 +59,7 @@ def serve(flags: Flags) -> str:
     corrections = open_corrections(flags.corrections) if flags.corrections is not None else None
     # Before the model is loaded, which takes seconds.
     listening = bind(flags.host, flags.port)
+    set_mmap_threshold()
     recognizer = for_live_speech(
         build_recognizer(checkpoint, flags.decoding, flags.device, pretrained=flags.pretrained)
     )

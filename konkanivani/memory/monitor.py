@@ -308,8 +308,9 @@ def reset_peak_resident() -> None:
 def set_mmap_threshold() -> None:
     """Make glibc map blocks of at least HOLE_BYTES separately, so that freed tensors leave no holes in its heap.
 
-    For a CPU run with a memory plan; page faults cost up to a fifth of a step's time (docs/experiments.md). The user's
-    own setting has priority, and other C libraries are left unchanged.
+    For a CPU run with a memory plan, whose page faults cost up to a fifth of a step's time, and for live speech, which
+    may continue for hours (docs/experiments.md). The user's own setting has priority, and other C libraries are left
+    unchanged.
     """
     is_set = any(name in os.environ for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"))
     if is_set or re.search(r"glibc\.malloc\.(mmap|trim)_threshold", os.environ.get("GLIBC_TUNABLES", "")):
