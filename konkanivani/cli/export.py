@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 
 from konkanivani.command_line import read_flags
 from konkanivani.console import parse_share
-from konkanivani.data.manifest import read_manifest
+from konkanivani.data.manifest import Rejections, read_manifest
 from konkanivani.errors import UsageError
 from konkanivani.files import check_new_file
+from konkanivani.flags import config_from_text, config_to_text
 from konkanivani.inference.card_scores import CardScore, read_scores
 from konkanivani.inference.model_card import AuthorFacts, check_author
 
@@ -137,7 +138,6 @@ def export(flags: Flags) -> str:
         export_bundle,
         export_folders,
         export_hub_folder,
-        export_onnx,
         recognize_with,
         table,
     )
@@ -159,6 +159,8 @@ def export(flags: Flags) -> str:
     if flags.bundle is not None:
         forms.append(export_bundle(Path(flags.bundle), speech_model))
     if flags.onnx is not None or flags.int8 is not None:
+        from konkanivani.inference.export import export_onnx  # needs the packages of the extra `export`
+
         forms += export_onnx(speech_model, flags.onnx, flags.int8)
     if flags.folders:
         forms += export_folders(checkpoint, flags.pretrained, flags.whisper or flags.folder, flags.adapter)
@@ -177,8 +179,6 @@ def card_scores(flags: Flags, step: int) -> tuple[CardScore, ...]:
 
 def with_folder(checkpoint: "Checkpoint", folder: str, revision: str | None) -> "Checkpoint":
     """Return the checkpoint with `folder` as the path, or the name and revision, of its pretrained model."""
-    from konkanivani.flags import config_from_text, config_to_text
-
     config = config_from_text(checkpoint.config)
     if revision is None and folder == config.pretrained.pretrained:
         revision = config.pretrained.revision  # the commit of the run, since the branch may have moved on
@@ -211,8 +211,6 @@ def read_utterances(
     manifest: str, audio_roots: tuple[str, ...], checkpoint: "Checkpoint", speech_model: "SpeechModel"
 ) -> "EvaluationSet":
     """Return the utterances of the manifest for the evaluation."""
-    from konkanivani.data.manifest import Rejections
-    from konkanivani.flags import config_from_text
     from konkanivani.recipe.run_data import build_evaluation_set
 
     config = config_from_text(checkpoint.config)

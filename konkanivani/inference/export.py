@@ -1,4 +1,4 @@
-"""Export of a speech model to self-contained ONNX files in fp32 or int8, and their inference.
+"""Export of a speech model to self-contained ONNX files in fp32 or int8, their verification, and their inference.
 
 B batch, S samples, T' encoder frames, V vocabulary.
 """
@@ -7,6 +7,7 @@ import base64
 import contextlib
 import json
 import logging
+import math
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -14,15 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
-import onnxruntime
+import onnxruntime.quantization
 import torch
-from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from konkanivani.config import FeatureConfig
+from konkanivani.console import say
 from konkanivani.data.text import Vocabulary
-from konkanivani.decoding.ctc import collapse_repeats
+from konkanivani.decoding.ctc import collapse_repeats, ctc_head_of
+from konkanivani.errors import NumericsError
+from konkanivani.files import atomic_write
 from konkanivani.inference.onnx_graph import RecognitionGraph
 from konkanivani.inference.speech_model import SpeechModel
+from konkanivani.inference.write_exports import Exported, check_signal, say_written
 from konkanivani.lengths import SAMPLE_RATE, Lengths
 from konkanivani.models.asr import BLANK
 from konkanivani.models.front_end import described
@@ -69,7 +73,7 @@ def quantize(model: bytes) -> bytes:
     """Return the ONNX model with 8-bit weights of matrix products; activations are quantised dynamically."""
     with tempfile.TemporaryDirectory() as folder, quietly():
         path = Path(folder) / "quantized.onnx"
-        quantize_dynamic(
+        onnxruntime.quantization.quantize_dynamic(
             onnx.load_model_from_string(model),
             path,
             # Products only: with int8 convolutions too, the Kullback-Leibler divergence of the probabilities was six
@@ -78,7 +82,7 @@ def quantize(model: bytes) -> bytes:
             # One scale per output.
             per_channel=True,
             # Unsigned: products of unsigned and signed bytes saturate on CPUs without VNNI.
-            weight_type=QuantType.QUInt8,
+            weight_type=onnxruntime.quantization.QuantType.QUInt8,
         )
         return path.read_bytes()
 
@@ -161,3 +165,52 @@ def read_onnx(path: Path) -> OnnxModel:
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     texts = json.loads(session.get_modelmeta().custom_metadata_map["token_texts"])
     return OnnxModel(session, tuple(texts))
+
+
+# --------------------
+# Writing of ONNX files, and their verification against the checkpoint.
+
+
+# Absolute, for fp32 probabilities. Other kernels and summation orders stay within it; another model exceeds it by far.
+TOLERANCE = 1e-3
+
+
+def export_onnx(speech_model: SpeechModel, onnx_path: str | None, int8_path: str | None) -> list[Exported]:
+    """Write the requested ONNX files, read them back and verify them."""
+    say("Tracing the model for ONNX (up to a minute).")
+    model = build_onnx(speech_model)
+    forms = []
+    # int8 weights change the probabilities, so only the lengths and NaN are checked.
+    for name, path, tolerance in (("ONNX", onnx_path, TOLERANCE), ("ONNX, int8", int8_path, math.inf)):
+        if path is not None:
+            with atomic_write(Path(path)) as partial:
+                partial.write_bytes(model if path == onnx_path else quantize(model))
+                read = read_onnx(partial)
+                check_onnx(read, speech_model, Path(path), tolerance)
+            say_written(Path(path))
+            forms.append(Exported(name, Path(path), read.recognize))
+    return forms
+
+
+@torch.no_grad()
+def check_onnx(onnx_model: OnnxModel, speech_model: SpeechModel, path: Path, tolerance: float) -> None:
+    """Raise a NumericsError if a probability differs by more than `tolerance` from the checkpoint's."""
+    ctc_head = ctc_head_of(speech_model.model)
+    waveforms, lengths = check_signal()
+    # One padded batch in ONNX against single waveforms in PyTorch: padding must not change the output.
+    together, encoded_lengths = onnx_model.log_probabilities(waveforms, lengths)
+    for row, length in enumerate(lengths):
+        encoded, expected_lengths = speech_model.encode(waveforms[row : row + 1, :length], (length,))
+        expected = ctc_head(encoded).softmax(dim=-1)[0]
+        got = together[row, : len(expected)].exp()
+        # `not <=` is true for NaN.
+        if encoded_lengths[row] != expected_lengths[0] or not _max_difference(got, expected) <= tolerance:
+            raise NumericsError(
+                f"The ONNX file {path} was deleted: its probabilities differ by up to "
+                f"{_max_difference(got, expected):.2g} from the checkpoint's. Update onnx, onnxruntime and onnxscript, "
+                "or use a bundle."
+            )
+
+
+def _max_difference(output: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((output - expected).abs().max()) if output.shape == expected.shape else math.nan

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,7 +15,6 @@ from konkanivani.checkpoints.checkpoint import PRETRAINED_STATE, Checkpoint
 from konkanivani.console import say
 from konkanivani.data.loading import load_batches
 from konkanivani.data.text import normalize_text
-from konkanivani.decoding.ctc import ctc_head_of
 from konkanivani.decoding.decode import greedy_decode
 from konkanivani.errors import NumericsError
 from konkanivani.files import atomic_write
@@ -34,12 +32,6 @@ from konkanivani.lengths import SAMPLE_RATE, Lengths
 from konkanivani.models.families import folder_writers
 from konkanivani.scoring.metrics import ErrorRates, error_rates
 from konkanivani.training.validation import EvaluationSet
-
-if TYPE_CHECKING:  # needs the packages of the extra `export`
-    from konkanivani.inference.export import OnnxModel
-
-# Absolute, for fp32 probabilities. Other kernels and summation orders stay within it; another model exceeds it by far.
-TOLERANCE = 1e-3
 
 Recognize = Callable[[torch.Tensor, Lengths], list[str]]  # waveforms (B, S), lengths -> texts
 
@@ -97,34 +89,10 @@ def check_bundle(read: SpeechModel, speech_model: SpeechModel, path: Path) -> No
         raise NumericsError(f"The bundle {path} was deleted: read back, it gives different output. Check the disk.")
 
 
-@torch.no_grad()
-def check_onnx(onnx_model: "OnnxModel", speech_model: SpeechModel, path: Path, tolerance: float) -> None:
-    """Raise a NumericsError if a probability differs by more than `tolerance` from the checkpoint's."""
-    ctc_head = ctc_head_of(speech_model.model)
-    waveforms, lengths = check_signal()
-    # One padded batch in ONNX against single waveforms in PyTorch: padding must not change the output.
-    together, encoded_lengths = onnx_model.log_probabilities(waveforms, lengths)
-    for row, length in enumerate(lengths):
-        encoded, expected_lengths = speech_model.encode(waveforms[row : row + 1, :length], (length,))
-        expected = ctc_head(encoded).softmax(dim=-1)[0]
-        got = together[row, : len(expected)].exp()
-        # `not <=` is true for NaN.
-        if encoded_lengths[row] != expected_lengths[0] or not _max_difference(got, expected) <= tolerance:
-            raise NumericsError(
-                f"The ONNX file {path} was deleted: its probabilities differ by up to "
-                f"{_max_difference(got, expected):.2g} from the checkpoint's. Update onnx, onnxruntime and onnxscript, "
-                "or use a bundle."
-            )
-
-
 def size_of(path: Path) -> int:
     """Return the size in bytes of a file, or of all files in a folder."""
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file())
-
-
-def _max_difference(output: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((output - expected).abs().max()) if output.shape == expected.shape else math.nan
 
 
 def compare(forms: list[Exported], utterances: EvaluationSet) -> list[FormScore]:
@@ -185,25 +153,6 @@ def export_hub_folder(
         read = read_bundle(out / FOLDER_NAME, speech_model.device)
     say(f"{out}: {size_in_words(size_of(out))}, with a model card")
     return Exported("hub folder", out, recognize_with(read))
-
-
-def export_onnx(speech_model: SpeechModel, onnx: str | None, int8: str | None) -> list[Exported]:
-    """Write the requested ONNX files, read them back and verify them."""
-    from konkanivani.inference.export import build_onnx, quantize, read_onnx
-
-    say("Tracing the model for ONNX (up to a minute).")
-    model = build_onnx(speech_model)
-    forms = []
-    # int8 weights change the probabilities, so only the lengths and NaN are checked.
-    for name, path, tolerance in (("ONNX", onnx, TOLERANCE), ("ONNX, int8", int8, math.inf)):
-        if path is not None:
-            with atomic_write(Path(path)) as partial:
-                partial.write_bytes(model if path == onnx else quantize(model))
-                read = read_onnx(partial)
-                check_onnx(read, speech_model, Path(path), tolerance)
-            say_written(Path(path))
-            forms.append(Exported(name, Path(path), read.recognize))
-    return forms
 
 
 def export_folders(

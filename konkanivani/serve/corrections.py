@@ -1,8 +1,9 @@
-"""Corrected transcripts: as a manifest with audio, for training, and with word times."""
+"""Corrected transcripts: received from the page, as a manifest with audio for training, and with word times."""
 
 import json
 import os
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -10,12 +11,25 @@ from pathlib import Path
 
 import numpy as np
 import soundfile
+from websockets.sync.server import ServerConnection
 
 from konkanivani.data.index import Utterance, row_of
 from konkanivani.data.text import forbidden_in_transcript
 from konkanivani.errors import DataError, ResourceError, explained
 from konkanivani.files import atomic_write, exclusive_lock
-from konkanivani.inference.word_times import Segment, Word
+from konkanivani.inference.word_times import Segment, Word, render
+from konkanivani.serve.messages import (
+    EditedSegments,
+    End,
+    Finished,
+    Message,
+    Part,
+    Render,
+    Save,
+    parse_integers,
+    parse_message,
+)
+from konkanivani.serve.session import Outbox
 
 MANIFEST = "corrections.jsonl"
 AUDIO = "audio"
@@ -146,3 +160,88 @@ def _distribute_words(texts: list[str], start: float, end: float) -> list[Word]:
         done += len(text)
         words.append(Word(text, word_start, start + (end - start) * done / total, None))
     return words
+
+
+# --------------------
+# Short exchanges with the page: a correction to save, an edited transcript to render.
+
+
+MAX_TRANSCRIPT_WORDS = 100_000  # about ten hours
+AUDIO_TIMEOUTS = 4  # for the audio of a correction, which comes in several messages
+WRONG_TIME = "The page sent a message at the wrong time. Reload the page."
+
+
+def receive_correction(connection: ServerConnection, timeout: float) -> Correction:
+    """Receive a corrected transcript and its audio.
+
+    Args:
+        timeout: seconds to wait for a message.
+
+    Raises a DataError if it is invalid, and a TimeoutError if it is incomplete.
+    """
+    message = _receive(connection, timeout)
+    if not isinstance(message, Save):
+        raise DataError(WRONG_TIME)
+    check_text(message.text)
+    if not 0 < message.samples <= MAX_SECONDS * message.sample_rate:
+        raise DataError(f"The audio of a correction must be at most {MAX_SECONDS:g} s long.")
+    samples = _receive_audio(connection, message.samples, AUDIO_TIMEOUTS * timeout)
+    return Correction(message.key, message.text, message.sample_rate, samples)
+
+
+def _receive_audio(connection: ServerConnection, count: int, timeout: float) -> np.ndarray:
+    deadline = time.monotonic() + timeout
+    blocks: list[np.ndarray] = []
+    missing = count
+    while missing > 0:
+        block = connection.recv(timeout=deadline - time.monotonic())
+        if isinstance(block, str):
+            raise DataError("The page sent text where audio was expected. Reload the page.")
+        blocks.append(parse_integers(block))
+        missing -= len(blocks[-1])
+    if missing < 0:
+        raise DataError("The page sent more audio than it announced. Reload the page.")
+    return np.concatenate(blocks)
+
+
+def render_transcript(connection: ServerConnection, timeout: float) -> None:
+    """Receive segments, and send the transcript in the requested format.
+
+    Raises a DataError if a message is invalid, and a TimeoutError if one does not arrive within `timeout` seconds.
+    """
+    message = _receive(connection, timeout)
+    if not isinstance(message, Render):
+        raise DataError(WRONG_TIME)
+    segments = _receive_segments(connection, timeout)
+    # A blocked `send` of a browser that does not read would also stop keepalive and closing; `Outbox.close` ends it.
+    outbox = Outbox(connection)
+    try:
+        for text in render(segments, message.text_format, message.timestamps, message.name):
+            outbox.put(Part(text))
+        outbox.put(Finished())
+    finally:
+        outbox.close(timeout)
+
+
+def _receive_segments(connection: ServerConnection, timeout: float) -> Iterator[Segment]:
+    words = 0
+    while True:
+        message = _receive(connection, timeout)
+        if isinstance(message, End):
+            return
+        if not isinstance(message, EditedSegments):
+            raise DataError(WRONG_TIME)
+        words += sum(len(edited.words) for edited in message.segments)
+        if words > MAX_TRANSCRIPT_WORDS:
+            raise DataError(f"A transcript may have at most {MAX_TRANSCRIPT_WORDS:,} words. Split the recording.")
+        for edited in message.segments:
+            segment = edit_segment(edited.text, edited.words)
+            if segment is not None:
+                yield segment
+
+
+def _receive(connection: ServerConnection, timeout: float) -> Message:
+    message = connection.recv(timeout=timeout)
+    if isinstance(message, bytes):
+        raise DataError("The page sent audio where text was expected. Reload the page.")
+    return parse_message(message)

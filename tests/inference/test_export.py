@@ -28,11 +28,11 @@ from konkanivani.files import atomic_write
 from konkanivani.flags import LEGACY_DEFAULTS, config_to_text
 from konkanivani.inference import bundle, onnx_graph
 from konkanivani.inference.bundle import Contents, bundle_bytes, is_bundle, read_bundle
-from konkanivani.inference.export import OnnxModel, quantize, read_onnx, token_texts
+from konkanivani.inference.export import TOLERANCE, OnnxModel, check_onnx, quantize, read_onnx, token_texts
 from konkanivani.inference.onnx_graph import MatrixLogMel, RecognitionGraph, require_onnx
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.inference.speech_model import SpeechModel
-from konkanivani.inference.write_exports import TOLERANCE, check_bundle, check_onnx, check_signal, recognize_with
+from konkanivani.inference.write_exports import check_bundle, check_signal, recognize_with
 from konkanivani.lengths import Framing, subsampled_length
 from konkanivani.models.architecture import HybridArchitecture
 from konkanivani.models.front_end import LogMel, described

@@ -225,7 +225,7 @@ def test_transcript_beyond_limits_is_rejected(monkeypatch):
     long = SEGMENT | {"text": "x " * 501}
     with running_server() as server:
         assert "1 to 500 words" in render(server, REQUEST, {"type": "segments", "segments": [long]})[-1]["message"]
-        monkeypatch.setattr("konkanivani.serve.server.MAX_TRANSCRIPT_WORDS", 6)
+        monkeypatch.setattr("konkanivani.serve.corrections.MAX_TRANSCRIPT_WORDS", 6)
         segments = {"type": "segments", "segments": [SEGMENT, SEGMENT]}
         assert render(server, REQUEST, segments, {"type": "end"})[-1] == {"type": "finished"}
         assert "at most 6 words" in render(server, REQUEST, segments, segments, {"type": "end"})[-1]["message"]
