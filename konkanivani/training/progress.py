@@ -198,6 +198,39 @@ Record = StepRecord | SkipRecord | ValidationRecord | RehearsalRecord | Spectrog
 
 
 # --------------------
+# Text of records for the console.
+
+
+PAIRS_ON_CONSOLE = 5
+UTTERANCES_ON_CONSOLE = 8
+
+
+def describe_validation(record: ValidationRecord) -> str:
+    """Return one line of numbers, then at most five references with their hypotheses."""
+    parts = [f"epoch {record.epoch}", f"step {record.step}"]
+    parts += [f"valid loss {record.loss:.3f}"] if record.loss is not None else []
+    for name, rate, initial in (("WER", record.wer, record.initial_wer), ("CER", record.cer, record.initial_cer)):
+        before = f" (initially {100 * initial:.1f} %)" if initial is not None and record.step else ""
+        parts += [f"{name} {100 * rate:.1f} %{before}"] if rate is not None else []
+    lines = [" · ".join(parts)]
+    for pair in record.hypotheses[:PAIRS_ON_CONSOLE]:
+        lines.append(f"  reference   {' '.join(pair.reference.split())}")
+        lines.append(f"  hypothesis  {' '.join(pair.hypothesis.split())}")
+    return "\n".join(lines)
+
+
+def describe_skip(record: SkipRecord) -> str:
+    """Return a message on a skipped step: cause, utterances, and the log that lists all of them."""
+    named = record.utterances[:UTTERANCES_ON_CONSOLE]
+    omitted = len(record.utterances) - UTTERANCES_ON_CONSOLE
+    utterances = ", ".join(named) + (f" and {omitted} others" if omitted > 0 else "")
+    return (
+        f"Step {record.step + 1} is skipped: {record.reason}. The weights are unchanged. Its utterances: "
+        f"{utterances} (log.jsonl lists those of every skipped step)."
+    )
+
+
+# --------------------
 # Warnings about a run that does not learn, early enough to restart it with other settings.
 
 

@@ -10,8 +10,8 @@ from konkanivani.checkpoints.checkpointer import LAST, PREVIOUS, Checkpointer
 from konkanivani.data.batching import Example, check_tokens
 from konkanivani.data.text import OUR_TOKENS, SpecialTokens
 from konkanivani.errors import DataError, NumericsError, UsageError
-from konkanivani.training.logbook import Logbook, describe_skip
-from konkanivani.training.progress import Resumed, SkipRecord
+from konkanivani.training.logbook import Logbook
+from konkanivani.training.progress import Resumed, SkipRecord, describe_skip
 from tests.conftest import read_log
 from tests.faults.non_finite import (
     PERMANENT_FAILURES,

@@ -331,7 +331,7 @@ from konkanivani.decoding.ctc import greedy_ctc
 speech_model = read_bundle(Path(sys.argv[2]), torch.device("cpu"))
 encoded = speech_model.encode(torch.randn(1, 16000), (16000,))
 print([speech_model.tokenizer.decode(tokens) for tokens in greedy_ctc(speech_model.model, *encoded)])
-trainer = ("konkanivani.training.step", "konkanivani.training.logs", "konkanivani.data.loading", "tensorboard")
+trainer = ("konkanivani.training.step", "konkanivani.training.logbook", "konkanivani.data.loading")
 print([name for name in trainer if name in sys.modules])
 import konkanivani.training.loop
 
@@ -342,7 +342,7 @@ print([name for name in trainer if name in sys.modules])
 def test_bundle_is_recognized_without_importing_the_trainer(path, tmp_path, torch_only_parent):
     done = checked(torch_only_parent.run_program(RECOGNITION_PROGRAM, str(ROOT), str(path), cwd=tmp_path))
     _, loaded, control = done.stdout.splitlines()
-    assert loaded == "[]" and "konkanivani.training.step" in control
+    assert loaded == "[]" and control.count("konkanivani.") == 3
 
 
 class TestFeatures:

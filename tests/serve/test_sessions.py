@@ -349,7 +349,7 @@ def test_client_that_never_reads_is_closed_and_delays_no_other():
 
 
 def test_transcript_for_a_browser_that_does_not_read_is_given_up(monkeypatch):
-    monkeypatch.setattr("konkanivani.serve.server.render", lambda *_: iter(["x" * 1_000_000] * 40))
+    monkeypatch.setattr("konkanivani.serve.corrections.render", lambda *_: iter(["x" * 1_000_000] * 40))
     with running_server(ToneListener, Limits(request_seconds=1.0)) as server:
         non_reading = raw_client(server, RENDER)
         non_reading.sendall(frame(1, b'{"type": "render", "format": "json", "timestamps": "segment", "name": "a"}'))

@@ -20,7 +20,17 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from konkanivani import files as appended_file
 from konkanivani.memory.monitor import PLANNED, RESERVED, VALIDATION, PhaseMemory
 from konkanivani.training import logbook as logbook_module
-from konkanivani.training.logbook import Logbook
+from konkanivani.training.logbook import (
+    BIN_HEIGHT,
+    ROW_HEIGHT,
+    RULER_HEIGHT,
+    Logbook,
+    colour,
+    draw_utterance,
+    hypotheses_table,
+    most_active_tokens,
+    tagged_numbers,
+)
 from konkanivani.training.progress import (
     CURVES,
     INITIAL,
@@ -29,16 +39,6 @@ from konkanivani.training.progress import (
     SpectrogramRecord,
     StepRecord,
     ValidationRecord,
-)
-from konkanivani.training.tensorboard import (
-    BIN_HEIGHT,
-    ROW_HEIGHT,
-    RULER_HEIGHT,
-    colour,
-    draw_utterance,
-    hypotheses_table,
-    most_active_tokens,
-    tagged_numbers,
 )
 from tests.fork_server import fork_server
 
