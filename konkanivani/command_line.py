@@ -150,7 +150,7 @@ def run_script(action: Callable[[], str]) -> int:
     except KonkaniVaniError as error:
         with contextlib.suppress(OSError):  # stderr on a full disk: the exit code still reports the error
             if str(error):  # empty if another rank reports it
-                say(error, sys.stderr)
+                say(with_command_names(str(error)), sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         return _leave_pipe()
