@@ -143,7 +143,12 @@ BEST_FLAGS = ("--checkpoint", "{best}", "--manifest")
     [
         (EVALUATE, ("--checkpoint", "nowhere.pt", "--manifest", "{manifest}"), 4, "no checkpoint at nowhere.pt"),
         (EVALUATE, (*BEST_FLAGS, "{best}"), 3, "rows of"),
-        (EVALUATE, ("--checkpoint", BUNDLE, "--manifest", "{manifest}"), 4, "use a bundle with konkanivani transcribe"),
+        (
+            EVALUATE,
+            ("--checkpoint", BUNDLE, "--manifest", "{manifest}"),
+            4,
+            "use a bundle with python3 training_scripts/transcribe.py",
+        ),
         (EVALUATE, (*BEST_FLAGS, "nowhere.jsonl"), 3, "nowhere.jsonl cannot be read"),
         (EVALUATE, (*BEST_FLAGS, "{manifest}", "--output", "/nowhere/out"), 6, "--output /nowhere/out cannot be"),
         (EVALUATE, (*BEST_FLAGS, "{manifest}", "--output", __file__), 2, "a file that is not a list of hypotheses"),
@@ -160,7 +165,7 @@ BEST_FLAGS = ("--checkpoint", "{best}", "--manifest")
             2,
             "already exists. Choose another name, or overwrite it with --force",
         ),
-        (AVERAGE, ("konkani.nemo",), 4, "konkanivani import konkani.nemo konkani.pt"),
+        (AVERAGE, ("konkani.nemo",), 4, "training_scripts/import_asr.py konkani.nemo konkani.pt"),
     ],
 )
 def test_invalid_arguments_exit_with_code_and_message(trained, script, flags, exit_code, message):

@@ -18,8 +18,10 @@ import numpy as np
 import pytest
 import soundfile
 
+from konkanivani.cli import listen as listen_command
+from konkanivani.cli import serve as serve_command
 from konkanivani.data.audio.pcm import PcmDecoder, PcmFormat
-from konkanivani.errors import DataError
+from konkanivani.errors import CheckpointError, DataError
 from konkanivani.inference import live
 from konkanivani.inference.listener import Final, Partial
 from konkanivani.inference.word_times import Word
@@ -281,3 +283,18 @@ def test_closed_stdout_ends_cleanly_and_terminal_shows_partials(trained):
     assert len(lines) == len(SENTENCES) and not any("\x1b" in line for line in lines)
     # Partial results are written to the terminal only, and overwritten in place.
     assert b"\r\x1b[K" in shown
+
+
+@pytest.mark.parametrize("command", ["listen", "serve"])
+def test_live_speech_leaves_no_holes_in_the_heap(command, tmp_path, monkeypatch):
+    # Its effect on the memory of an hour: benchmarks/latency.py --measure memory.
+    calls: list[str] = []
+    monkeypatch.setattr("konkanivani.memory.monitor.set_mmap_threshold", lambda: calls.append(command))
+    missing = str(tmp_path / "missing.pt")
+    with pytest.raises(CheckpointError, match="missing.pt"):
+        if command == "listen":
+            listen_command.listen(listen_command.Flags(checkpoint=missing))
+        else:
+            pytest.importorskip("websockets", reason="the page needs the package websockets")
+            serve_command.serve(serve_command.Flags(checkpoint=missing, port=0))
+    assert calls == [command]
