@@ -376,7 +376,7 @@ def _check_all(config: TrainConfig, explicit: frozenset[str], stored: TrainConfi
     """Return the configuration with its effective batch resolved; raise one UsageError that lists every problem."""
     problems = ErrorCollector()
     with problems.collect():
-        config = _settle_effective_batch(config, explicit, stored)
+        config = settle_effective_batch(config, explicit, stored)
     with problems.collect():
         if stored or not config.run.resume:  # with --resume the checkpoint may set the other flag
             check_idle_flags(config, explicit)
@@ -386,7 +386,9 @@ def _check_all(config: TrainConfig, explicit: frozenset[str], stored: TrainConfi
     return config
 
 
-def _settle_effective_batch(config: TrainConfig, explicit: frozenset[str], stored: TrainConfig | None) -> TrainConfig:
+def settle_effective_batch(
+    config: TrainConfig, explicit: frozenset[str], stored: TrainConfig | None = None
+) -> TrainConfig:
     """Return the configuration with the utterances per step defined by one setting only.
 
     With --batch_size auto this is `effective_batch_size`, else batch_size x gradient_accumulation_steps. Raises

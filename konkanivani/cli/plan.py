@@ -19,7 +19,14 @@ from konkanivani.child_process import run_command
 from konkanivani.command_line import read_flags
 from konkanivani.config import TrainConfig
 from konkanivani.errors import UsageError
-from konkanivani.flags import CommandLine, check_idle_flags, command_words, defaults_beside, explicit_flags
+from konkanivani.flags import (
+    CommandLine,
+    check_idle_flags,
+    command_words,
+    defaults_beside,
+    explicit_flags,
+    settle_effective_batch,
+)
 from konkanivani.memory.devices import PlanTarget, find_target
 from konkanivani.rules import check_config
 
@@ -102,6 +109,7 @@ def plan_text(flags: Flags, explicit: frozenset[str]) -> str:
 def settle(flags: Flags, explicit: frozenset[str]) -> tuple[TrainConfig, PlanTarget]:
     """Return the checked settings, with the shape of a checkpoint, and the device to plan for."""
     check_idle_flags(flags.train, explicit)
+    flags = replace(flags, train=with_global_batch(flags.train, explicit))
     check_config(flags.train)
     if flags.world < 1:
         raise UsageError("--world must be at least 1.")
@@ -113,6 +121,13 @@ def settle(flags: Flags, explicit: frozenset[str]) -> tuple[TrainConfig, PlanTar
     # On stderr, so that --json leaves one line on stdout.
     print(f"Tracing training steps ({HOW_LONG}).", file=sys.stderr, flush=True)
     return flags.train, target
+
+
+def with_global_batch(train: TrainConfig, explicit: frozenset[str]) -> TrainConfig:
+    """Return the settings with the given utterances per step; the micro-batches are chosen by the plan."""
+    if "batch_size" not in explicit and "gradient_accumulation_steps" not in explicit:
+        train = replace(train, data=replace(train.data, batch_size="auto"))
+    return settle_effective_batch(train, explicit)
 
 
 def with_shape_of_checkpoint(train: TrainConfig, path: Path, explicit: frozenset[str]) -> TrainConfig:

@@ -7,9 +7,11 @@ import shlex
 import pytest
 import torch
 
+from konkanivani.cli.plan import read_plan_flags, settle
 from konkanivani.config import PRESETS, MemoryConfig, ModelConfig, TextConfig, TrainConfig
 from konkanivani.console import MIB, parse_budget
 from konkanivani.errors import ResourceError, UsageError
+from konkanivani.flags import explicit_flags
 from konkanivani.memory.devices import KNOWN_GPUS, DeviceCosts, cpu_costs, cuda_costs, find_gpu
 from konkanivani.memory.plan import RecomputePolicy
 from konkanivani.models.architecture import architecture_of
@@ -215,11 +217,28 @@ def test_plan_command_prints_flags_that_the_trainer_accepts(corpus, tmp_path):
         (("--memory_budget", "4"), "give a number and a unit"),
         (("--gpu", "Voodoo 2"), "not a known GPU"),
         (("--gpu", "T4", "--device", "cpu"), "contradicts"),
+        (("--gpu", "T4", "--batch_size", "4", "--effective_batch_size", "9"), "contradicts"),
     ],
 )
 def test_plan_command_errors_are_one_sentence(flags, sentence):
     done = run_script("training_scripts/plan_memory.py", *flags)
     assert done.returncode == 2 and sentence in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "utterances"),
+    [
+        ("", 8),
+        ("--effective_batch_size 5", 5),
+        ("--batch_size auto --effective_batch_size 12", 12),
+        ("--batch_size 3 --effective_batch_size 12", 12),
+        ("--batch_size 4 --gradient_accumulation_steps 4", 16),
+    ],
+)
+def test_plan_command_keeps_the_utterances_per_step(flags, utterances):
+    words = ["--memory_budget", "2GiB", *flags.split()]
+    train, _ = settle(read_plan_flags(words), explicit_flags(words))
+    assert train.global_batch_size == utterances
 
 
 def test_plan_command_reports_progress_before_importing_torch(tmp_path, monkeypatch):
