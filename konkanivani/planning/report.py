@@ -223,16 +223,17 @@ class PlanReport:
             "",
             f"{'':24}{'utterances of':>14}{'at once':>9}{self._input_noun:>9}{'activations':>13}{'peak':>11}",
         ]
-        for answer in self.answers:
-            title = f"{'keeping activations' if answer.gradient_checkpointing == 'never' else 'recomputing all'}"
+        # As with all blocks on the host (`plan_budget`).
+        is_same = self.answers[0].buckets == self.answers[-1].buckets
+        for answer in self.answers[-1:] if is_same else self.answers:
+            title = "keeping activations" if answer.gradient_checkpointing == "never" else "recomputing all"
             for bucket in answer.buckets:
                 lines.append(f"{title:24}{self._row(bucket)}")
                 title = ""
             longest = f"{answer.longest_seconds:g} {self.unit}" if answer.longest_seconds else "none"
             lines.append(f"{'':24}longest utterance that fits: {longest}")
-        lines += ["", f"Validation: peak {_mib(self.validation_peak)}.{self._loss_only_sentence()}"]
-        lines += ["", f"Flags for the trainer: {self.flags}"]
-        return "\n".join(lines)
+        validation = f"Validation: peak {_mib(self.validation_peak)}.{self._loss_only_sentence()}"
+        return "\n".join([*lines, "", validation, "", f"Flags for the trainer: {self.flags}"])
 
     def _loss_only_sentence(self) -> str:
         """Return a sentence if validation generates no texts (`MemoryPlan.has_memory_for_search`)."""

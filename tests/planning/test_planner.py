@@ -16,7 +16,7 @@ from konkanivani.memory.devices import KNOWN_GPUS, DeviceCosts, cpu_costs, cuda_
 from konkanivani.memory.plan import RecomputePolicy
 from konkanivani.models.architecture import architecture_of
 from konkanivani.planning.plan import ALWAYS, NEVER, Planner, plan_bucket
-from konkanivani.planning.report import plan_budget, plan_presets
+from konkanivani.planning.report import plan_budget, plan_presets, read_report
 from konkanivani.planning.sizes import check_state
 from konkanivani.planning.tracer import BatchShape
 from konkanivani.planning.traces import Traces
@@ -201,6 +201,11 @@ def test_plan_command_prints_flags_that_the_trainer_accepts(corpus, tmp_path):
         assert 0 < kept["utterances"] <= recomputed["utterances"] and kept["peak"] <= report["budget"]
     table = run_script("training_scripts/plan_memory.py", *flags)
     assert report["flags"] in table.stdout and f"{never['longest_seconds']:g} s" in table.stdout
+    # Equal answers, as with all blocks on the host, are printed once.
+    different = read_report(done.stdout)
+    always_twice = (dataclasses.replace(different.answers[1], gradient_checkpointing="never"), different.answers[1])
+    assert "keeping activations" in different.as_table()
+    assert "keeping activations" not in dataclasses.replace(different, answers=always_twice).as_table()
     folders = "--checkpoint_dir", str(tmp_path / "c"), "--log_dir", str(tmp_path / "r")
     trained = run_script(
         "training_scripts/train_konkanivani_asr.py",
