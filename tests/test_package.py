@@ -109,6 +109,24 @@ def test_unknown_command_is_a_usage_error(words):
     assert ("Did you mean train?" in done.stderr) == (words != ["konkanivani"])
 
 
+@pytest.mark.parametrize(
+    ("program", "advised"),
+    [
+        (["-m", "konkanivani", "publish"], "python -m konkanivani export"),
+        (["training_scripts/publish_model.py"], "python3 training_scripts/export_asr.py"),
+    ],
+)
+def test_error_names_commands_as_the_process_was_started(program, advised):
+    done = subprocess.run(
+        [sys.executable, *program, "missing", "me/model"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PROCESS_TIMEOUT,
+    )
+    assert done.returncode == 2 and f"written by {advised} --hub_folder." in done.stderr
+
+
 def test_shell_completion_offers_commands_and_flags():
     script = subprocess.run(
         [sys.executable, "-m", "konkanivani", "completion"], cwd=ROOT, capture_output=True, text=True, check=True

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from konkanivani.command_line import command_line_of, read_flags
+from konkanivani.command_line import read_flags
 from konkanivani.console import count, say, show_text, table_lines
 from konkanivani.data.audio.paths import AUDIO_SUFFIXES
 from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError
@@ -90,9 +90,7 @@ def list_files(folder: Path) -> tuple[UploadFile, ...]:
     uploaded, and ResourceError if a file cannot be read.
     """
     if not folder.is_dir():
-        raise UsageError(
-            f"There is no folder {folder}. Give a folder written by {command_line_of('export')} --hub_folder."
-        )
+        raise UsageError(f"There is no folder {folder}. Give a folder written by konkanivani export --hub_folder.")
     files = []
     for directory, folders, names in os.walk(folder, onerror=_raise_unreadable):
         links = [name for name in folders if Path(directory, name).is_symlink()]
@@ -157,7 +155,7 @@ def _content_problem(path: Path) -> str | None:
 
 
 def _check_card(folder: Path) -> None:
-    advice = f"Export the model with {command_line_of('export')} --hub_folder, which writes one."
+    advice = "Export the model with konkanivani export --hub_folder, which writes one."
     path = folder / CARD
     if not path.is_file():
         raise CheckpointError(f"{folder} has no model card ({CARD}). {advice}")

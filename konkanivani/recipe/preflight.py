@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from konkanivani.checkpoints.checkpoint import check_is_there
-from konkanivani.command_line import command_line_of
 from konkanivani.config import AUTO, RunConfig, TrainConfig
 from konkanivani.console import MIB, count
 from konkanivani.distributed import Topology, print_on_rank0, process_group, read_topology
@@ -44,7 +43,7 @@ def check_paths(config: TrainConfig, is_complete: bool = True) -> None:
         problems.add(
             UsageError(
                 "--train_manifest is missing. Give your JSONL manifest, or generate the built-in corpus with "
-                f"{command_line_of('builtin')} and give data/builtin/train.jsonl."
+                "konkanivani builtin and give data/builtin/train.jsonl."
             )
         )
     with problems.collect():
