@@ -7,7 +7,6 @@ import ctypes
 import dataclasses
 import importlib
 import os
-import re
 import resource
 import threading
 import time
@@ -22,6 +21,7 @@ from tqdm import tqdm
 
 from konkanivani.console import GIB, MIB
 from konkanivani.errors import ResourceError
+from konkanivani.install.environment import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, is_malloc_set
 from konkanivani.memory.devices import available_host_bytes
 
 # --------------------
@@ -312,16 +312,12 @@ def set_mmap_threshold() -> None:
     may continue for hours (docs/experiments.md). The user's own setting has priority, and other C libraries are left
     unchanged.
     """
-    is_set = any(name in os.environ for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"))
-    if is_set or re.search(r"glibc\.malloc\.(mmap|trim)_threshold", os.environ.get("GLIBC_TUNABLES", "")):
+    if is_malloc_set(os.environ, "mmap_threshold", "trim_threshold"):
         return
-    # malloc.h
-    m_trim_threshold = -1
-    m_mmap_threshold = -3
     with suppress(AttributeError, OSError):
         # A fixed threshold also disables glibc's dynamic one, which grows with freed blocks (mallopt(3)).
-        ctypes.CDLL(None).mallopt(m_trim_threshold, HOLE_BYTES)
-        ctypes.CDLL(None).mallopt(m_mmap_threshold, HOLE_BYTES)
+        ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, HOLE_BYTES)
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, HOLE_BYTES)
 
 
 def trim_heap() -> None:
