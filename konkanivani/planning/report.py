@@ -224,7 +224,7 @@ class PlanReport:
             f"{'':24}{'utterances of':>14}{'at once':>9}{self._input_noun:>9}{'activations':>13}{'peak':>11}",
         ]
         # As with all blocks on the host (`plan_budget`).
-        is_same = self.answers[0].buckets == self.answers[-1].buckets
+        is_same = replace(self.answers[0], gradient_checkpointing="always") == self.answers[-1]
         for answer in self.answers[-1:] if is_same else self.answers:
             title = "keeping activations" if answer.gradient_checkpointing == "never" else "recomputing all"
             for bucket in answer.buckets:

@@ -206,6 +206,8 @@ def test_plan_command_prints_flags_that_the_trainer_accepts(corpus, tmp_path):
     always_twice = (dataclasses.replace(different.answers[1], gradient_checkpointing="never"), different.answers[1])
     assert "keeping activations" in different.as_table()
     assert "keeping activations" not in dataclasses.replace(different, answers=always_twice).as_table()
+    shorter = dataclasses.replace(always_twice[0], longest_seconds=1.0), always_twice[1]
+    assert "keeping activations" in dataclasses.replace(different, answers=shorter).as_table()
     folders = "--checkpoint_dir", str(tmp_path / "c"), "--log_dir", str(tmp_path / "r")
     trained = run_script(
         "training_scripts/train_konkanivani_asr.py",
