@@ -27,7 +27,7 @@ def atomic_replace(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`; at the end, sync it to disk and rename it to `path`.
 
     If anything fails, `path` keeps its content and the temporary file is removed. The temporary name is fixed, so that
-    the next writer overwrites what a killed one has left; if several processes may write `path`, use `sole_writer` too.
+    the next writer overwrites the file of a killed one; if several processes may write `path`, use `sole_writer` too.
     """
     partial = _partial_path(path)
     try:

@@ -131,7 +131,7 @@ def test_stored_hypotheses_score_equally_and_can_be_compared(trained, evaluation
     assert "checkpoint_best.pt, step" in html and "prefix" in html and "Compared" in html
     assert compared["hypotheses"] == evaluation["hypotheses"].replace(
         "marked", "marked.prefix"
-    )  # beside the greedy hypotheses
+    )  # in addition to the greedy hypotheses
 
 
 BUNDLE = str(ROOT / "tests" / "nemo" / "parakeet.safetensors")

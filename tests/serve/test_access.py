@@ -118,7 +118,7 @@ def test_foreign_origin_cannot_connect(server, endpoint, origin):
         assert connection.response.status_code == 101
 
 
-# The beginning of the response; requests that are not HTTP get none.
+# The start of the response; requests that are not HTTP get none.
 BROKEN_REQUESTS = {
     b"POST / HTTP/1.1\r\n\r\n": b"HTTP/1.1 403 ",
     b"\0" * 100: b"",

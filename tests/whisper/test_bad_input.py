@@ -84,7 +84,7 @@ def models(tmp_path_factory) -> Models:
 
 
 def check_rejected(done, code: int, message: str) -> None:
-    """Check the exit code, and that stderr is one sentence that says what to do."""
+    """Check the exit code, and that stderr is one sentence with advice."""
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line]

@@ -264,7 +264,7 @@ def read_samples(source: AudioSource, most_seconds: float = float("inf")) -> tup
     samples = select_channel(samples, source.channel)
     if not len(samples):
         raise UnusableAudio(source, "it contains no samples")
-    # Of what is read, not of the file: 2 % of an hour would hide the loss of a whole span.
+    # Of the frames to read, not of the file: 2 % of an hour would hide the loss of a whole span.
     missing = (frames_to_read - len(samples)) / header.rate
     if sound.is_counted and missing > duration_tolerance(frames_to_read / header.rate):
         raise UnusableAudio(source, f"it is truncated after {len(samples) / header.rate:.2f} s")
