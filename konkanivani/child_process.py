@@ -17,8 +17,8 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from types import FrameType
 
@@ -32,11 +32,10 @@ from konkanivani.errors import (
     ResourceError,
     UsageError,
     defer_signals,
-    end_worker_with_parent,
-    request_parent_death_signal,
     stopping_signals,
 )
 from konkanivani.flags import command_words
+from konkanivani.worker_processes import begin_worker, request_parent_death_signal, worker_pool
 
 KEPT_LINES = 50  # of each output stream
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
@@ -278,16 +277,17 @@ def summary_of(lines: Sequence[str]) -> TrainingSummary:
 # Workers that trace steps for a memory plan.
 
 
-def two_processes() -> ProcessPoolExecutor:
+def two_processes() -> AbstractContextManager[ProcessPoolExecutor]:
     """Return a pool of two forked workers: tracing is single-threaded Python, so that two of them halve the time."""
-    return ProcessPoolExecutor(2, mp_context=get_context("fork"), initializer=_prepare_worker)
+    # Killed at Ctrl-C: a trace takes seconds. An answer is small.
+    return worker_pool(2, _prepare_worker, is_killed_at_error=True)
 
 
 def _prepare_worker() -> None:
-    """Prepare a forked worker: use one thread, freeze the garbage collector's objects, and end with the parent."""
+    """Prepare a forked worker: use one thread, and freeze the garbage collector's objects."""
     import torch
 
-    end_worker_with_parent()
+    begin_worker()
     # OpenMP's threads do not survive the fork, and waiting for them would deadlock.
     torch.set_num_threads(1)
     # Inherited objects are never freed, so the garbage collector need not scan them.

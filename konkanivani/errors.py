@@ -5,8 +5,6 @@ SIGTERM.
 """
 
 import contextlib
-import ctypes
-import multiprocessing
 import os
 import signal
 import threading
@@ -88,9 +86,6 @@ def explained(kind: type[KonkaniVaniError], failure: str, advice: str, *more_err
         raise kind(f"{failure}: {reason}{where}. {advice}") from None
 
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# Loaded once: between fork and exec, loading a library could wait for a lock that another thread held.
-LIBC = ctypes.CDLL(None)
 MAX_REPORTED = 20
 # Errors of the input. NumericsError and Interrupted end a stage at once.
 COLLECTED = (UsageError, DataError, CheckpointError, ResourceError)
@@ -142,16 +137,39 @@ def stopping_signals() -> tuple[signal.Signals, ...]:
 
 @contextlib.contextmanager
 def defer_signals() -> Iterator[None]:
-    """Block the stopping signals until the end of the block.
+    """Defer the stopping signals until the end of the block.
 
-    A process forked inside the block inherits the mask, and these signals do not reach it.
+    Processes and threads that are started inside the block inherit the mask, and these signals do not reach them. In
+    another thread than the main one, a signal whose action is the default still ends the process.
     """
-    # The kernel keeps a blocked signal pending and delivers it when the mask is restored.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, stopping_signals())
-    try:
+    deferred: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        deferred.append(number)
+
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(_handle_deferred, deferred)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, stopping_signals())
+        at_end.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
+        # The mask of this thread is not enough: the kernel delivers the signal to any other thread, such as those of
+        # OpenBLAS and OpenMP, and Python then runs the handler in the main thread.
+        is_main = threading.current_thread() is threading.main_thread()
+        for number in stopping_signals() if is_main else ():
+            handler = signal.getsignal(number)
+            if handler not in (signal.SIG_IGN, None):  # None: installed by a library, and cannot be restored
+                at_end.callback(signal.signal, number, handler)
+                signal.signal(number, note)
         yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _handle_deferred(numbers: list[int]) -> None:
+    for number in numbers:
+        handler = signal.getsignal(number)
+        if callable(handler):
+            # Not sent again: a second byte for `signal.set_wakeup_fd` would count as a second request.
+            handler(number, None)
+        else:
+            signal.raise_signal(number)
 
 
 @contextlib.contextmanager
@@ -201,31 +219,6 @@ def exit_cleanly_at_signals() -> Iterator[None]:
     finally:
         for number in replaced:
             signal.signal(number, signal.SIG_DFL)
-
-
-def request_parent_death_signal(number: signal.Signals) -> None:
-    """Make the kernel send this signal to this process when its parent exits for any reason."""
-    LIBC.prctl(PR_SET_PDEATHSIG, number)
-
-
-def end_worker_with_parent() -> None:
-    """Make the kernel kill this process of `multiprocessing` when its parent exits for any reason."""
-    # Even if the worker hangs in a read, or waits for work on a pipe that it holds open itself.
-    request_parent_death_signal(signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    assert parent is not None  # a worker has one
-    if os.getppid() != parent.pid:  # the parent exited before the call of prctl
-        os._exit(1)
-
-
-def begin_worker() -> None:
-    """Make this process of `multiprocessing` ignore the stopping signals and end with its parent.
-
-    Ctrl-C and a closed terminal signal the whole process group; only the parent decides when its workers end.
-    """
-    for number in stopping_signals():
-        signal.signal(number, signal.SIG_IGN)
-    end_worker_with_parent()
 
 
 class _Stop(BaseException):

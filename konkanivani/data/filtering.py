@@ -4,11 +4,9 @@ import dataclasses
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +16,11 @@ from konkanivani.console import count, progress_bar, say, short_name
 from konkanivani.data.index import Utterance
 from konkanivani.data.manifest import Manifest, Rejection
 from konkanivani.data.text import Digits, TextLimits, Vocabulary, reads_text
-from konkanivani.errors import DataError, begin_worker
+from konkanivani.errors import DataError
 from konkanivani.files import atomic_replace, exclusive_lock
 from konkanivani.flags import resolved
 from konkanivani.lengths import TOKENS, FrameLengths, Framing, ctc_frames_needed, speed_perturbed_samples
+from konkanivani.worker_processes import worker_pool
 
 # --------------------
 # Number of tokens and of frames needed by CTC for each row of a manifest, cached per tokenizer.
@@ -85,7 +84,7 @@ def _count_in_parallel(manifest: Manifest, tokenizer: Vocabulary, digits: Digits
         return _count(manifest, 0, len(manifest), tokenizer, digits)
     firsts = range(0, len(manifest), BLOCK_ROWS)
     ends = [min(first + BLOCK_ROWS, len(manifest)) for first in firsts]
-    with ProcessPoolExecutor(os.cpu_count(), get_context("fork"), begin_worker) as pool:
+    with worker_pool(os.cpu_count() or 1) as pool:
         counts = pool.map(_count, repeat(manifest), firsts, ends, repeat(tokenizer), repeat(digits))
         blocks = list(progress_bar(counts, len(ends), f"tokenizing {short_name(str(manifest.path))}", "block"))
     return np.concatenate(blocks, axis=1)

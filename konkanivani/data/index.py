@@ -24,12 +24,10 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from heapq import nsmallest
 from itertools import repeat
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -39,8 +37,8 @@ from konkanivani.console import progress_bar, say
 from konkanivani.data.audio.files import AudioSource, as_label, parse_channel
 from konkanivani.data.audio.paths import OUTSIDE, audio_roots, existing_path, is_named_inside
 from konkanivani.data.text import FormatCharacterCount, find_removed, forbidden_character, forbidden_in_transcript
-from konkanivani.errors import begin_worker
 from konkanivani.files import exclusive_lock
+from konkanivani.worker_processes import worker_pool
 
 # --------------------
 # Rows of a JSONL manifest in NeMo's format: parsing and serialization of one utterance.
@@ -409,8 +407,7 @@ def _scan_blocks(manifest: Path, roots: tuple[str, ...], fields: TextFields | No
         run_each: Callable[..., Iterator[tuple[ManifestIndex, int]]] = map
         if len(edges) > 2:
             # A worker that outlived a killed parent would keep the lock of `open_index`, which it inherits.
-            pool = ProcessPoolExecutor(os.cpu_count(), get_context("fork"), begin_worker)
-            run_each = opened.enter_context(pool).map
+            run_each = opened.enter_context(worker_pool(os.cpu_count() or 1)).map
         scans = run_each(_scan, repeat(str(manifest)), edges[:-1], edges[1:], repeat(roots), repeat(fields))
         # A block counts its lines from 1; only here the lines of all earlier blocks are known.
         for block, lines in progress_bar(scans, len(edges) - 1, f"indexing {manifest.name}", "block"):

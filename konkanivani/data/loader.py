@@ -32,7 +32,8 @@ from konkanivani.data.batching import Batch, Example, GlobalBatch, check_tokens
 from konkanivani.data.dataset import EvalDataset, TrainDataset
 from konkanivani.data.manifest import Rejection
 from konkanivani.data.staging import StagingBuffers
-from konkanivani.errors import DataError, KonkaniVaniError, ResourceError, begin_worker, defer_signals
+from konkanivani.errors import DataError, KonkaniVaniError, ResourceError, defer_signals
+from konkanivani.worker_processes import begin_worker
 
 Value = TypeVar("Value", GlobalBatch, Batch)
 """Item of a data loader: a global batch for training, or a batch for evaluation."""

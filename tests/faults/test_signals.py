@@ -4,6 +4,8 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -167,6 +169,44 @@ def test_only_the_forked_child_keeps_deferred_signals_blocked():
             os._exit(10 + len(asked & signal.pthread_sigmask(signal.SIG_BLOCK, ())))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 13
     assert not asked & signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+DEFERRING = """
+import contextlib, os, signal, sys, threading, time
+from konkanivani import errors
+from konkanivani.training.interruption import Interruption
+if sys.argv[2] == "mask":
+    errors.signal = type("Signals", (), vars(signal) | {"signal": lambda number, handler: None})
+elif sys.argv[2] == "training":
+    (interruption := Interruption()).install()
+# A thread that takes signals, as OpenBLAS and OpenMP have.
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+try:
+    with errors.defer_signals():
+        os.kill(os.getpid(), signal.Signals[sys.argv[1]])
+        time.sleep(0.1)
+        print("deferred", flush=True)
+    time.sleep(0.1)
+    print("requested" if interruption.is_requested() else "", flush=True)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.parametrize(
+    "name, kind, lines, code",
+    [
+        ("SIGINT", "", "deferred interrupted", 0),
+        ("SIGTERM", "", "deferred", -signal.SIGTERM),
+        ("SIGINT", "training", "deferred requested", 0),  # as one request: two end the process
+        ("SIGTERM", "training", "deferred requested", 0),
+        ("SIGINT", "mask", "interrupted", 0),
+    ],
+    ids=["SIGINT", "SIGTERM", "SIGINT in training", "SIGTERM in training", "negative control: only the mask"],
+)
+def test_signals_are_deferred_although_other_threads_take_them(name, kind, lines, code):
+    process = subprocess.run([sys.executable, "-c", DEFERRING, name, kind], cwd=ROOT, capture_output=True, text=True)
+    assert (process.stdout.split(), process.returncode) == (lines.split(), code), process.stderr
 
 
 def test_signal_during_a_onednn_product_does_not_corrupt_memory():
