@@ -5,7 +5,6 @@ SIGTERM.
 """
 
 import contextlib
-import os
 import signal
 import threading
 from collections.abc import Iterator

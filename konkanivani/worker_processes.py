@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.process import BaseProcess
+from types import TracebackType
 
 from konkanivani.errors import ResourceError, defer_signals, stopping_signals
 
@@ -30,12 +31,20 @@ def begin_worker() -> None:
     """
     for number in stopping_signals():
         signal.signal(number, signal.SIG_IGN)
+    sys.excepthook = _print_unless_disconnected
     # Killed even if the worker hangs in a read, or waits for work on a pipe that it holds open itself.
     request_parent_death_signal(signal.SIGKILL)
     parent = multiprocessing.parent_process()
     assert parent is not None  # a worker has one
     if os.getppid() != parent.pid:  # the parent exited before the call of prctl
         os._exit(1)
+
+
+def _print_unless_disconnected(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+    """Print an uncaught exception, except a broken connection."""
+    # PyTorch's thread that sends shared tensors raises one if the parent exits during a transfer: not an error.
+    if not isinstance(error, (EOFError, ConnectionError)):
+        sys.__excepthook__(kind, error, at)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
-from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -365,7 +364,7 @@ def _load_until_a_death(
         prefetch_factor=loader.ahead if loader.workers else None,
         timeout=min(POLL_SECONDS, loader.timeout) if loader.workers else 0,
         pin_memory=loader.pin_memory and loader.staging is None,
-        worker_init_fn=_begin_worker,
+        worker_init_fn=lambda _worker: begin_worker(),
         # Python 3.14 changes the default to forkserver, whose workers are not children of this process.
         multiprocessing_context="fork" if loader.workers else None,
         generator=torch.Generator(),  # iter() draws a seed, which must not change the training step's generator
@@ -459,15 +458,3 @@ def _describe_failure(workers: Sequence[BaseProcess], fetcher: Fetcher[Value], w
     doing = f" while reading {', '.join(reading)}" if reading else ""
     awaited = f" (waiting for {', '.join(fetcher.ids(waiting[0]))})" if waiting else ""
     return f"The data loading workers failed{doing}{awaited}"
-
-
-def _begin_worker(_worker: int) -> None:
-    sys.excepthook = _log_if_parent_alive
-    begin_worker()
-
-
-def _log_if_parent_alive(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
-    """Print an uncaught exception, except a broken connection."""
-    # The thread that sends shared tensors raises one if the training process exits during a transfer: not an error.
-    if not isinstance(error, (EOFError, ConnectionError)):
-        sys.__excepthook__(kind, error, at)

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from konkanivani.data.loader import LoadedItem, LoaderConfig, WorkersFailed, _begin_worker, load_in_order
+from konkanivani.data.loader import LoadedItem, LoaderConfig, WorkersFailed, load_in_order
+from konkanivani.worker_processes import begin_worker
 from tests.timeouts import PROCESS_TIMEOUT
 
 SLOW_ITEM_SECONDS = 2.5  # longer than the poll interval and the grace period of the loader
@@ -65,7 +66,7 @@ def _send_descriptors(pipe: Connection, errors: Path, is_worker: bool) -> None:
     """Send file descriptors from a process like a worker sends its batches."""
     sys.stderr = errors.open("w", buffering=1)
     if is_worker:
-        _begin_worker(0)
+        begin_worker()
     pipe.send([DupFd(2)._id for _ in range(2)])
     pipe.recv()
 
