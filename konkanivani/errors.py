@@ -146,14 +146,15 @@ def defer_signals() -> Iterator[None]:
     def note(number: int, _frame: FrameType | None) -> None:
         deferred.append(number)
 
+    numbers = stopping_signals()
     with contextlib.ExitStack() as at_end:
         at_end.callback(_handle_deferred, deferred)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, stopping_signals())
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         at_end.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
-        # The mask of this thread is not enough: the kernel delivers the signal to any other thread, such as those of
-        # OpenBLAS and OpenMP, and Python then runs the handler in the main thread.
+        # The mask of this thread is not enough: the kernel then delivers the signal to another thread, such as one of
+        # OpenBLAS or OpenMP, and Python runs the handler in the main thread.
         is_main = threading.current_thread() is threading.main_thread()
-        for number in stopping_signals() if is_main else ():
+        for number in numbers if is_main else ():
             handler = signal.getsignal(number)
             if handler not in (signal.SIG_IGN, None):  # None: installed by a library, and cannot be restored
                 at_end.callback(signal.signal, number, handler)
