@@ -34,9 +34,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
-import onnx
 import torch
-from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from benchmarks.measuring.common import run_subcommand
 from konkanivani.command_line import read_flags
@@ -47,7 +45,6 @@ from konkanivani.data.audio.waveform import load_audio
 from konkanivani.data.index import Utterance
 from konkanivani.data.manifest import read_manifest
 from konkanivani.errors import DataError, UsageError
-from konkanivani.inference.export import OnnxModel, quantize, quietly, read_onnx
 from konkanivani.inference.recognizer import Recognizer
 from konkanivani.inference.word_times import Word
 from konkanivani.scoring.metrics import percentiles, ratios, resample_sums
@@ -191,6 +188,12 @@ class Way:
 
     def apply(self, model: bytes) -> bytes:
         """Return the quantised model; the convolutions of the front end stay in single precision."""
+        # Imported late: `word_times` and `intervals` need no ONNX.
+        import onnx
+        from onnxruntime.quantization import QuantType, quantize_dynamic
+
+        from konkanivani.inference.export import quietly
+
         graph = onnx.load_model_from_string(model)
         # In the exported graph, only the front end (STFT and mel filters) has kernels with three axes.
         kernels = {tensor.name for tensor in graph.graph.initializer if len(tensor.dims) == 3}
@@ -235,6 +238,8 @@ class Distance:
 
 def measure_ways(model: bytes, waveforms: Iterable[torch.Tensor]) -> list[Distance]:
     """Return the distances of the project's own quantisation and of WAYS, over waveforms (S,) one at a time."""
+    from konkanivani.inference.export import quantize
+
     waveforms = list(waveforms)
     wanted = _log_probabilities(model, waveforms)
     made = [("ours", quantize(model)), *((str(way), way.apply(model)) for way in WAYS)]
@@ -250,10 +255,12 @@ def _distance(name: str, model: bytes, waveforms: list[torch.Tensor], wanted: to
 
 def _log_probabilities(model: bytes, waveforms: list[torch.Tensor]) -> torch.Tensor:
     """Return the log probabilities of all waveforms, concatenated: (sum of T', V), float64."""
+    from konkanivani.inference.export import read_onnx
+
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         path.write_bytes(model)
-        read: OnnxModel = read_onnx(path)
+        read = read_onnx(path)
     pieces = []
     # One at a time: dynamic quantisation scales each activation as a whole, padding included.
     for waveform in waveforms:

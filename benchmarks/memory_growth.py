@@ -66,7 +66,6 @@ from konkanivani.recipe.startup import resolve_start
 from konkanivani.rules import check_config
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, StepReport, train_step
-from tests.t5.parts import write_folder
 
 WARM_UP_SECONDS = 2.0
 
@@ -443,6 +442,8 @@ def measure_rows(flags: RowsFlags) -> str:
         raise UsageError("--later_starts must be at least 1.")
     found = []
     with tempfile.TemporaryDirectory(dir=flags.folder, prefix="rows_") as scratch:
+        from tests.t5.parts import write_folder  # late: the tests need packages that no other measurement needs
+
         base = write_folder(Path(scratch) / "base")
         for rows in flags.rows:
             manifest = write_rows(Path(scratch) / f"{rows}.jsonl", rows)

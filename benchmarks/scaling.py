@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "training_scripts"))
 import bootstrap
 
-bootstrap.rerun_under_venv()
+bootstrap.rerun_under_venv("test")
 
 import dataclasses
 import itertools

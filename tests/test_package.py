@@ -135,3 +135,27 @@ def test_shell_completion_offers_commands_and_flags():
     lines = [script, complete.format("tra", 1), complete.format("train --batch", 2), complete.format("plan --batch", 2)]
     result = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, check=True).stdout
     assert result.splitlines()[:2] == ["train transcribe", "--batch_size"]
+
+
+WITHOUT_EXTRAS = """
+import runpy, sys
+from pathlib import Path
+sys.path.insert(0, "training_scripts")
+from konkanivani.install.environment import Requirements
+requirements = Requirements(Path.cwd())
+for name in {*requirements.modules(requirements.extras)} - {*requirements.modules([])}:
+    sys.modules[name] = None  # an import of it raises ModuleNotFoundError
+for script in sorted(Path("benchmarks").glob("*.py")):
+    try:
+        runpy.run_path(str(script), run_name="imported")
+    except SystemExit as ending:
+        print(script.stem, ending.code)
+"""
+
+
+def test_benchmarks_start_without_extras_or_name_them():
+    process = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    # They run the tests' own cases.
+    assert process.stdout.split() == ["faults", "6", "scaling", "6"]
+    assert process.stderr.count("Run python3 training_scripts/bootstrap.py --extras test in ") == 2

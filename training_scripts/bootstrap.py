@@ -66,8 +66,10 @@ from konkanivani.install.packages import SetupError, explain_failure
 RERUN_MARK = "KONKANIVANI_RERUN"
 
 
-def rerun_under_venv() -> None:
+def rerun_under_venv(*extras: str) -> None:
     """Return if the running Python has all requirements; else run the same command line under .venv instead.
+
+    `extras` names optional extras of setup.cfg that the script needs too.
 
     Ends the process with exit code 6 and one sentence if there is no usable environment. Also repairs the streams and
     sets the allocators' defaults; the import of this file has put the repository's root first on sys.path.
@@ -77,7 +79,7 @@ def rerun_under_venv() -> None:
     set_process_defaults(os.environ)
     was_rerun = os.environ.pop(RERUN_MARK, None)  # popped, so that child processes may rerun themselves
     venv = Venv(Path(ROOT))
-    missing = Requirements(venv.root).missing([])
+    missing = Requirements(venv.root).missing(extras)
     is_unfinished = venv.unfinished.exists()
     # An incomplete .venv may have all modules, but some of them in pieces.
     if not missing and not (venv.is_running() and is_unfinished):
@@ -90,8 +92,10 @@ def rerun_under_venv() -> None:
     reason = f"The Python at {sys.executable} does not have {', '.join(missing)}"
     if is_unfinished:
         reason = f"The environment {venv.folder} is incomplete: its installation was interrupted, or is still running"
-    command = f"./run_training_memory_optimized.sh or python3 training_scripts/bootstrap.py in {ROOT}"
-    say(f"error: {reason}. Run {command}, then start again.")
+    command = "./run_training_memory_optimized.sh or python3 training_scripts/bootstrap.py"
+    if extras:
+        command = f"python3 training_scripts/bootstrap.py --extras {','.join(extras)}"
+    say(f"error: {reason}. Run {command} in {ROOT}, then start again.")
     sys.exit(EXIT_RESOURCES)
 
 

@@ -604,6 +604,11 @@ class TestRerun:
         words = ("does not have torch, torchaudio, sentencepiece", "run_training_memory_optimized.sh")
         assert_one_line_error(run(python_without_torch(), [str(script)], checkout), *words)
 
+    def test_command_that_installs_missing_extras_is_named(self, script, checkout):
+        script.write_text(self.SCRIPT.replace("venv()", "venv('test')"))
+        words = ("does not have", "pytest", "python3 training_scripts/bootstrap.py --extras test in ")
+        assert_one_line_error(run(python_without_torch(), [str(script)], checkout), *words)
+
     def test_incomplete_environment_is_rejected(self, script, checkout):
         write_program(checkout / ".venv" / "bin", "python", "echo never")
         (checkout / ".venv" / "konkanivani-unfinished.json").touch()
