@@ -7,6 +7,8 @@ The final text of each sentence is printed to stdout; on a terminal, words are s
 stored on disk.
 """
 
+import contextlib
+import fcntl
 import sys
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -23,6 +25,7 @@ from konkanivani.rules import check_model_choice, check_segmentation
 # Upper bounds of --longest_piece and --pause, in seconds.
 MAX_PIECE = 30.0
 MAX_PAUSE = 10.0
+PIPE_BYTES = 2**20  # half a minute of 16-bit audio at 16 kHz
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Flags:
 def listen(flags: Flags) -> str:
     """Print text while audio arrives on standard input."""
     check_flags(flags)
+    enlarge_pipe()
     # Imported after the flags are checked: usage errors do not wait for torch.
     from konkanivani.data.audio.pcm import PcmFormat, check_format
     from konkanivani.inference import live
@@ -90,6 +94,13 @@ def check_flags(flags: Flags) -> None:
         )
     check_segmentation(flags.longest_piece, flags.pause, MAX_PIECE, MAX_PAUSE)
     check_model_choice(flags.checkpoint, flags.pretrained, flags.decoding)
+
+
+def enlarge_pipe() -> None:
+    """Let a recorder continue while the model is loaded and while a segment is decoded."""
+    # It may be refused, or standard input may be a file or a socket: then the usual buffer serves.
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(sys.stdin, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
 
 def main(arguments: list[str]) -> str:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import math
 import os
 import stat
 import sys
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
+import numpy as np
 import torch
 
 from konkanivani.console import display_width, printable
@@ -24,9 +26,10 @@ from konkanivani.inference.whisper_generation import FallbackDecode
 from konkanivani.inference.word_times import EmissionDelay
 from konkanivani.lengths import SAMPLE_RATE
 
-PIPE_BYTES = 2**20  # half a minute of 16-bit audio at 16 kHz: a recorder does not wait while a segment is decoded
+PIPE_BYTES = 2**20  # read at a time from a pipe: all that waits, usually
 FILE_BYTES = 2**12  # read at a time from a file, where more always waits; 0.13 s of 16-bit audio at 16 kHz
 BEHIND_SECONDS = 5.0  # backlog that is reported
+FULL_SHARE = 0.8  # of a pipe: reported too, since a recorder loses audio if the pipe is full
 TIMED_SECONDS = 5.0
 USUAL_COLUMNS = 80  # of a terminal of unknown size
 NOT_READ = "Pipe audio, or redirect an audio file: konkanivani listen - < speech.wav."
@@ -121,61 +124,102 @@ def listen(recognizer: Recognizer, descriptor: int, raw: PcmFormat, output: Live
 
     Raises a DataError if the bytes are not audio or cannot be read, after the final text of the audio before them.
     """
-    decoder = PcmDecoder(raw)
-    listener: Listener | None = None
-    every = EVERY if output.shows_partials else None
+    live = _LiveBytes(recognizer, raw, output)
     end: KeyboardInterrupt | DataError | None = None
     is_late = False
     try:
         for data in _read_pieces(descriptor):
-            samples = decoder.decode(data)
-            if decoder.format is None:
-                continue
-            if listener is None:
-                listener = Listener(recognizer, decoder.format.rate, every)
-            with defer_interrupt():  # Ctrl-C would lose the results of this block
-                output.show(listener.accept(samples))
-            behind = _waiting_bytes(descriptor) / decoder.format.frame_bytes / decoder.format.rate
-            if behind > BEHIND_SECONDS and not is_late:
+            with defer_interrupt():  # Ctrl-C would lose this block or its results
+                live.accept(data)
+            behind = live.seconds(_waiting_bytes(descriptor))
+            if behind > min(BEHIND_SECONDS, FULL_SHARE * live.seconds(_capacity(descriptor))) and not is_late:
                 is_late = True
                 print(f"Recognition is {behind:.0f} s behind: partial text is skipped.", file=sys.stderr)
     except (KeyboardInterrupt, DataError) as error:
         end = error
-    if end is None:
-        rest = decoder.finish()
-        if listener is None and decoder.format is not None:
-            listener = Listener(recognizer, decoder.format.rate, every)
-        if listener is not None:
-            output.show(listener.accept(rest))
-    if listener is not None:
-        output.show(listener.finish())
+    if isinstance(end, KeyboardInterrupt):
+        # Spoken before Ctrl-C, but not read yet; a second Ctrl-C leaves it out.
+        with contextlib.suppress(DataError):
+            live.accept(_read_waiting(descriptor))
+    problem = live.finish(is_whole=end is None)
     if end is not None:
         raise end
-    if decoder.leftover:
-        return f"The last {decoder.leftover} bytes are not a whole sample and were left out."
-    return ""
+    return problem
+
+
+class _LiveBytes:
+    """Decoder of bytes, and the listener of their samples, whose rate is known after the header."""
+
+    def __init__(self, recognizer: Recognizer, raw: PcmFormat, output: LiveOutput) -> None:
+        self._recognizer = recognizer
+        self._output = output
+        self._decoder = PcmDecoder(raw)
+        self._listener: Listener | None = None
+
+    def seconds(self, count: float) -> float:
+        """Return the duration of a number of bytes; 0 before the header."""
+        pcm = self._decoder.format
+        return 0.0 if pcm is None else count / pcm.frame_bytes / pcm.rate
+
+    def accept(self, data: bytes) -> None:
+        """Decode bytes, and print the results."""
+        self._accept(self._decoder.decode(data))
+
+    def finish(self, is_whole: bool) -> str:
+        """Print the last results; return a sentence on bytes left over if the input `is_whole`, or ""."""
+        if is_whole:
+            self._accept(self._decoder.finish())
+        if self._listener is not None:
+            self._output.show(self._listener.finish())
+        if is_whole and self._decoder.leftover:
+            return f"The last {self._decoder.leftover} bytes are not a whole sample and were left out."
+        return ""
+
+    def _accept(self, samples: np.ndarray) -> None:
+        if self._decoder.format is None:
+            return
+        if self._listener is None:
+            every = EVERY if self._output.shows_partials else None
+            self._listener = Listener(self._recognizer, self._decoder.format.rate, every)
+        self._output.show(self._listener.accept(samples))
+
+
+def _is_file(descriptor: int) -> bool:
+    return stat.S_ISREG(os.fstat(descriptor).st_mode)
 
 
 def _read_pieces(descriptor: int) -> Iterator[bytes]:
     """Yield all bytes that wait in a pipe, or the next of a file, up to its end."""
-    is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
-    if not is_file:
-        # Only a larger buffer: it may be refused, or the input may be a socket.
-        with contextlib.suppress(OSError):
-            fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     while True:
         with explained(DataError, "Standard input cannot be read", NOT_READ):
-            data = os.read(descriptor, FILE_BYTES if is_file else PIPE_BYTES)
+            data = os.read(descriptor, FILE_BYTES if _is_file(descriptor) else PIPE_BYTES)
         if not data:
             return
         yield data
 
 
+def _read_waiting(descriptor: int) -> bytes:
+    """Return the bytes that wait in a pipe; none of a file."""
+    blocks = []
+    missing = _waiting_bytes(descriptor)
+    while missing > 0 and (data := os.read(descriptor, missing)):
+        blocks.append(data)
+        missing -= len(data)
+    return b"".join(blocks)
+
+
 def _waiting_bytes(descriptor: int) -> int:
     """Return the number of bytes that wait in a pipe; 0 for a file."""
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+    if _is_file(descriptor):
         return 0
     count = bytes(4)
     with contextlib.suppress(OSError):
         count = fcntl.ioctl(descriptor, termios.FIONREAD, count)
     return int.from_bytes(count, sys.byteorder)
+
+
+def _capacity(descriptor: int) -> float:
+    """Return the largest number of bytes that can wait in a pipe; infinity for other inputs."""
+    with contextlib.suppress(OSError):
+        return fcntl.fcntl(descriptor, fcntl.F_GETPIPE_SZ)
+    return math.inf

@@ -254,6 +254,39 @@ def test_sigint_prints_last_final_result_and_exits_with_130(trained):
     assert sum('"final"' in line for line in [*lines, *rest.decode().splitlines()]) == len(SENTENCES)
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["Ctrl-C", "negative control: twice"])
+def test_ctrl_c_keeps_audio_that_waits_in_the_pipe(trained, monkeypatch, capsys, again):
+    source, sink = os.pipe()
+    fcntl.fcntl(sink, fcntl.F_SETPIPE_SZ, 2**20)
+    data = pcm16_bytes(recording())
+    waiting_bytes = live._waiting_bytes
+
+    def interrupt(_descriptor: int) -> int:
+        monkeypatch.setattr(live, "_waiting_bytes", interrupt if again else waiting_bytes)
+        if not again:
+            os.write(sink, data[16_000:])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(live, "_waiting_bytes", interrupt)
+    os.write(sink, data[:16_000])
+    with pytest.raises(KeyboardInterrupt):
+        live.listen(trained.recognizer, source, RAW, live.LiveOutput(False))
+    os.close(source)
+    os.close(sink)
+    assert len(capsys.readouterr().out.splitlines()) == (0 if again else len(SENTENCES))
+
+
+@pytest.mark.parametrize(("seconds", "is_reported"), [(1.9, True), (1.5, False)])
+def test_backlog_is_reported_before_a_small_pipe_is_full(trained, monkeypatch, capsys, seconds, is_reported):
+    source, sink = os.pipe()  # 64 KiB: two seconds
+    os.write(sink, bytes(3_200))
+    os.close(sink)
+    monkeypatch.setattr(live, "_waiting_bytes", lambda _descriptor: round(seconds * 32_000))
+    live.listen(trained.recognizer, source, RAW, live.LiveOutput(False))
+    os.close(source)
+    assert ("2 s behind" in capsys.readouterr().err) == is_reported
+
+
 def test_closed_stdout_ends_cleanly_and_terminal_shows_partials(trained):
     master, terminal = pty.openpty()
     on_terminal = start_listen("--checkpoint", str(trained.checkpoint), stdout=subprocess.PIPE, stderr=terminal)
