@@ -24,6 +24,7 @@ from konkanivani.serve.messages import (
     Finished,
     Message,
     Part,
+    Remove,
     Render,
     Save,
     parse_integers,
@@ -61,9 +62,7 @@ class Corrections:
         Raises a DataError for an unusable text, and a ResourceError if the files cannot be written.
         """
         text = check_text(correction.text)
-        if not KEY.fullmatch(correction.key):
-            raise DataError("The line to be saved has no valid name. Reload the page.")
-        name = f"{AUDIO}/{correction.key}.flac"
+        name = _audio_name(correction.key)
         seconds = len(correction.samples) / correction.sample_rate
         path = self._folder / name
         with explained(ResourceError, f"{path} could not be written", ADVICE, soundfile.LibsndfileError):
@@ -73,16 +72,36 @@ class Corrections:
             # The audio comes first: a row without audio would be invalid, audio without a row is only unused.
             with atomic_write(path) as partial:
                 _write_flac(partial, correction)
-            return self._write_row(Utterance(name, str(path), seconds, text))
+            row = row_of(Utterance(name, str(path), seconds, text))
+            return self._replace_row(name, [json.dumps(row, ensure_ascii=False).encode() + b"\n"])
 
-    def _write_row(self, utterance: Utterance) -> int:
-        """Append the row, or replace the earlier one with the same audio."""
+    def remove(self, key: str) -> int:
+        """Remove the row and the audio of a line, if it was saved; return the number of rows.
+
+        Raises a ResourceError if the files cannot be written.
+        """
+        name = _audio_name(key)
+        if not (self._folder / MANIFEST).exists():
+            return 0
+        with explained(ResourceError, f"{self._folder} could not be changed", ADVICE), exclusive_lock(self._folder):
+            rows = self._replace_row(name, [])
+            (self._folder / name).unlink(missing_ok=True)
+        return rows
+
+    def _replace_row(self, audio: str, new_rows: list[bytes]) -> int:
+        """Append the new rows in place of the earlier one with this audio; return the number of rows."""
         path = self._folder / MANIFEST
-        row = json.dumps(row_of(utterance), ensure_ascii=False)
         with atomic_write(path) as partial:
-            other_rows = [line for line in _lines(path) if _audio_of(line) != utterance.audio_filepath]
-            partial.write_bytes(b"".join([*other_rows, row.encode() + b"\n"]))
-        return len(other_rows) + 1
+            rows = [*(line for line in _lines(path) if _audio_of(line) != audio), *new_rows]
+            partial.write_bytes(b"".join(rows))
+        return len(rows)
+
+
+def _audio_name(key: str) -> str:
+    """Return the path of a line's audio in the folder; raise a DataError if the key cannot be in a file name."""
+    if not KEY.fullmatch(key):
+        raise DataError("The line to be saved has no valid name. Reload the page.")
+    return f"{AUDIO}/{key}.flac"
 
 
 def open_corrections(folder: str) -> Corrections:
@@ -171,8 +190,8 @@ AUDIO_TIMEOUTS = 4  # for the audio of a correction, which comes in several mess
 WRONG_TIME = "The page sent a message at the wrong time. Reload the page."
 
 
-def receive_correction(connection: ServerConnection, timeout: float) -> Correction:
-    """Receive a corrected transcript and its audio.
+def receive_correction(connection: ServerConnection, timeout: float) -> Correction | Remove:
+    """Receive a corrected transcript and its audio, or the request to remove one.
 
     Args:
         timeout: seconds to wait for a message.
@@ -180,6 +199,8 @@ def receive_correction(connection: ServerConnection, timeout: float) -> Correcti
     Raises a DataError if it is invalid, and a TimeoutError if it is incomplete.
     """
     message = _receive(connection, timeout)
+    if isinstance(message, Remove):
+        return message
     if not isinstance(message, Save):
         raise DataError(WRONG_TIME)
     check_text(message.text)

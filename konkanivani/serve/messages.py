@@ -1,7 +1,7 @@
 """Messages between the page and the server: JSON objects with a `type`, and binary samples.
 
     /listen   page: start, samples (float32) …, finish    server: ready, partial, final, progress …, finished
-    /save     page: save, samples (int16) …               server: saved
+    /save     page: save, samples (int16) …, or remove    server: saved
     /render   page: render, segments …, end               server: part …, finished
 
 Each exchange may end with an `error` of the server, a sentence for the user.
@@ -57,6 +57,13 @@ class Save:
 
 
 @dataclass(frozen=True)
+class Remove:
+    """Request to remove the correction of the line `key`."""
+
+    key: str
+
+
+@dataclass(frozen=True)
 class Render:
     """Request for a transcript in a text format; its segments follow."""
 
@@ -85,7 +92,7 @@ class End:
     """End of the segments."""
 
 
-Message = Start | Finish | Save | Render | EditedSegments | End
+Message = Start | Finish | Save | Remove | Render | EditedSegments | End
 
 
 def parse_message(text: str) -> Message:
@@ -108,6 +115,8 @@ def parse_message(text: str) -> Message:
             _sample_rate(fields),
             _field(fields, "samples", int),
         )
+    if kind == "remove":
+        return Remove(_field(fields, "key", str))
     if kind == "render":
         text_format = _field(fields, "format", str)
         timestamps = _field(fields, "timestamps", str)
@@ -233,7 +242,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Saved:
-    """Answer to Save: number of utterances in the manifest of corrections."""
+    """Answer to Save and Remove: number of utterances in the manifest of corrections."""
 
     rows: int
 

@@ -27,7 +27,7 @@ from websockets.sync.server import Server, ServerConnection, serve
 from konkanivani.errors import DataError, KonkaniVaniError, ResourceError, explained
 from konkanivani.serve.corrections import Corrections, receive_correction, render_transcript
 from konkanivani.serve.decoding_worker import BuildRecognizer, DecodingWorker
-from konkanivani.serve.messages import Failure, Ready, Saved, format_message
+from konkanivani.serve.messages import Failure, Ready, Remove, Saved, format_message
 from konkanivani.serve.session import DEFAULT_LIMITS, Limits, Session, close_unread
 
 # --------------------
@@ -318,7 +318,10 @@ class PageServer:
         with self._receiving:
             correction = receive_correction(connection, self._limits.request_seconds)
             with self._saving:
-                rows = self._corrections.save(correction)
+                if isinstance(correction, Remove):
+                    rows = self._corrections.remove(correction.key)
+                else:
+                    rows = self._corrections.save(correction)
         connection.send(format_message(Saved(rows)))
 
 

@@ -57,6 +57,24 @@ def test_correction_is_saved_as_manifest_row_with_audio(tmp_path):
     assert np.array_equal(np.round(waveform.numpy() * 32768).astype(np.int16), SAMPLES)
 
 
+def remove(server: PageServer, key: str = KEY) -> dict:
+    with connect_to(server, "save") as connection:
+        connection.send(json.dumps({"type": "remove", "key": key}))
+        return receive_messages(connection)[0]
+
+
+def test_removed_correction_leaves_no_row_and_no_audio(tmp_path):
+    with running_server(corrections=Corrections(tmp_path / "new")) as server:
+        assert remove(server) == {"type": "saved", "rows": 0} and list_files(tmp_path) == []
+        save(server)
+        save(server, key="0123456789abcdef-1", text="घर")
+        assert remove(server) == {"type": "saved", "rows": 1}
+        assert remove(server) == {"type": "saved", "rows": 1}
+        assert remove(server, "../../etc/passwd-0")["type"] == "error"
+    assert list_files(tmp_path / "new") == ["audio/0123456789abcdef-1.flac", MANIFEST]
+    assert [row.text for row in read_manifest(str(tmp_path / "new" / MANIFEST))] == ["घर"]
+
+
 def test_sample_rate_of_microphone_is_kept(tmp_path):
     with running_server(corrections=Corrections(tmp_path)) as server:
         assert save(server, sample_rate=48_000)["type"] == "saved"

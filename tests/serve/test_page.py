@@ -11,15 +11,26 @@ import pytest
 import soundfile
 
 from konkanivani.data.manifest import read_manifest
+from konkanivani.inference.listener import Final, Partial
 from konkanivani.serve.corrections import MANIFEST, Corrections
 from konkanivani.serve.server import PageServer
 from konkanivani.serve.session import Limits
 from tests.media_files import Kind, write_media
 from tests.serve.browser import Browser, chromium
-from tests.serve.parts import running_server, tones
+from tests.serve.parts import ToneListener, running_server, tones
 
 RATE = 48_000
 LINES = [["उदक", "घर"], ["बाजार", "आवय", "उदक"]]
+
+
+class SlowToneListener(ToneListener):
+    """Recogniser that takes a third of the duration."""
+
+    def accept(self, samples: np.ndarray) -> list[Partial | Final]:
+        time.sleep(len(samples) / RATE / 3)
+        return super().accept(samples)
+
+
 TEXTS = [" ".join(words) for words in LINES]
 SPEECH = tones(LINES, RATE, start=0.5)
 IS_READY = "document.querySelector('#status').innerText === 'Ready'"
@@ -109,6 +120,12 @@ def test_corrected_line_is_saved_with_audio(transcribed, folder):
     words = [SPEECH[round(2.6 * RATE) - RATE // 5 :][: round(2.4 * RATE)]]
     assert len(samples) / rate == pytest.approx(len(words[0]) / RATE, abs=0.15)
     assert np.square(samples).mean() == pytest.approx(np.square(words[0]).mean(), rel=0.1)
+    # An emptied line is removed from the folder.
+    transcribed.click(".line:nth-child(2) .edit")
+    transcribed.evaluate("document.activeElement.value = ' '")
+    transcribed.click(".line .primary")
+    transcribed.wait("document.querySelector('.note')?.innerText.startsWith('Removed; 0 lines')")
+    assert (folder / "corrections" / MANIFEST).read_text() == ""
     # A cancelled edit changes nothing.
     transcribed.click(".edit")
     transcribed.evaluate("document.activeElement.value = 'x'")
@@ -173,6 +190,7 @@ def test_files_are_transcribed_in_turn_and_invalid_ones_reported(page, tmp_path)
     assert sorted(page.evaluate(SHOWN_LINES)) == ["घर", "शाळा"]
     message = page.text("#message")
     assert "text.wav is not audio" in message and "empty.mp3 is not audio" in message
+    assert "silent <b>.wav: No speech was recognised." in message
     headings = page.evaluate("[...document.querySelectorAll('h2')].map((heading) => heading.innerText)")
     assert headings == ["two.ogg", "silent <b>.wav", "one.flac"]
     assert page.evaluate("document.querySelectorAll('main b').length") == 0
@@ -428,6 +446,63 @@ def test_lost_server_connection_is_reported(browser):
         browser.wait("document.querySelector('#delay').innerText !== '–'")
     browser.wait(IS_READY)
     assert "connection to the server was lost" in browser.text("#message")
+
+
+NOTE = "document.querySelector('.line:last-child .note')?.innerText ?? ''"
+FOUR_FIXED = "document.querySelector('.fixed')?.innerText.split(' ').length > 3"
+LONG_LINE = tones([["उदक", "घर"] * 8], RATE)
+
+
+def test_words_without_final_text_are_kept_if_the_server_is_lost(browser, tmp_path):
+    soundfile.write(tmp_path / "long.wav", LONG_LINE, RATE)
+    with running_server(SlowToneListener) as stopping:
+        browser.open(stopping.address)
+        browser.choose_files(tmp_path / "long.wav")
+        browser.wait(FOUR_FIXED)
+    browser.wait(IS_READY)
+    assert browser.evaluate(SHOWN_LINES)[0].startswith("उदक घर उदक घर")
+    assert "cut off" in browser.evaluate(NOTE)
+    assert "long.wav: The connection to the server was lost" in browser.text("#message")
+
+
+def test_words_without_final_text_are_kept_after_stop(browser, tmp_path):
+    soundfile.write(tmp_path / "long.wav", LONG_LINE, RATE)
+    with running_server(SlowToneListener) as server:
+        browser.open(server.address)
+        browser.choose_files(tmp_path / "long.wav")
+        browser.wait(FOUR_FIXED)
+        browser.click("#listen")
+        browser.wait(IS_READY)
+        assert browser.evaluate(SHOWN_LINES)[0].startswith("उदक घर उदक घर")
+        assert "cut off" in browser.evaluate(NOTE) and browser.text("#message") == ""
+        browser.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+        browser.evaluate("document.querySelector('.downloads button').click()")
+        deadline = time.monotonic() + 10
+        while not (path := tmp_path / "long.wav.txt").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert path.read_text(encoding="utf-8").startswith("उदक घर उदक घर")
+
+
+MARGINS = """(async () => {
+    const { Transcript } = await import("./transcript.js");
+    const { KeptAudio } = await import("./audio.js");
+    const audio = new KeptAudio(1000);
+    audio.add(new Float32Array(9000));
+    const transcript = new Transcript("", audio, { language: "", canSave: false }, () => {});
+    const add = (start, end) => transcript.addFinal({ text: "x", words: [], start, end });
+    add(0.1, 2.0);
+    add(2.04, 3.0);
+    transcript.showPartial({ fixed: "x", tentative: "", start: 3.1 });
+    const lengths = () => transcript.lines.map((line) => line.samples().length);
+    const before = lengths();
+    transcript.showPartial({ fixed: "", tentative: "" });
+    return [...before, ...lengths()];
+})()"""
+
+
+def test_audio_of_a_line_leaves_out_its_neighbours(page):
+    # 0.1 s at the start of the recording; half of 0.04 s between the lines; half of 0.1 s, then 0.2 s at the end.
+    assert page.evaluate(MARGINS) == [2020, 1030, 2020, 1180]
 
 
 def test_exceeded_session_limit_is_reported(browser):

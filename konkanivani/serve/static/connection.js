@@ -131,15 +131,24 @@ export function renderTranscript(format, timestamps, name, segments) {
 
 // Saves a corrected line with its audio (Int16Array); returns the number of saved lines.
 export function saveCorrection(key, text, sampleRate, samples) {
+  return changeCorrections((socket) => {
+    socket.send(JSON.stringify({ type: "save", key, text, sample_rate: sampleRate, samples: samples.length }));
+    const size = BLOCK_BYTES / Int16Array.BYTES_PER_ELEMENT;
+    for (let first = 0; first < samples.length; first += size) {
+      socket.send(samples.slice(first, first + size));
+    }
+  });
+}
+
+// Removes a saved line; returns the number of saved lines.
+export function removeCorrection(key) {
+  return changeCorrections((socket) => socket.send(JSON.stringify({ type: "remove", key })));
+}
+
+function changeCorrections(sendTo) {
   return new Promise((resolve, reject) => {
     const socket = open("save");
-    socket.onopen = () => {
-      socket.send(JSON.stringify({ type: "save", key, text, sample_rate: sampleRate, samples: samples.length }));
-      const size = BLOCK_BYTES / Int16Array.BYTES_PER_ELEMENT;
-      for (let first = 0; first < samples.length; first += size) {
-        socket.send(samples.slice(first, first + size));
-      }
-    };
+    socket.onopen = () => sendTo(socket);
     socket.onmessage = (event) => {
       const message = JSON.parse(event.data);
       if (message.type === "saved") {

@@ -98,6 +98,7 @@ class Recording {
   }
 }
 
+// Records until Stop; returns a sentence for the user, or "".
 async function listen() {
   showMessage("");
   show("Opening the microphone …", true);
@@ -139,7 +140,7 @@ async function listen() {
     isCancelled = true;
     // The browser may still open it, when the user answers its question.
     opening.then((late) => late.close()).catch(() => {});
-    return;
+    return "";
   }
   const time = new Date().toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
   recording = new Recording(`Microphone ${time}`, microphone.sampleRate);
@@ -147,14 +148,15 @@ async function listen() {
   stopCurrent = stop;
   const sentence = await recording.ended;
   microphone.close();
-  finish(recording, sentence);
+  return finish(recording, sentence);
 }
 
+// Transcribes a file; returns a sentence for the user, or "", or null after Stop.
 async function transcribe(file) {
   show(`Decoding ${file.name}`, true);
   const decoded = await unlessStopped(decodeFile(file));
   if (decoded === null) {
-    return false;
+    return null;
   }
   const { samples, sampleRate } = decoded;
   const recording = new Recording(file.name, sampleRate);
@@ -170,27 +172,35 @@ async function transcribe(file) {
     recording.add(samples.slice(first, first + size));
   }
   recording.stream.finish();
-  finish(recording, await recording.ended);
-  return !isStopped;
-}
-
-function finish(recording, sentence) {
-  recording.transcript.showPartial({ fixed: "", tentative: "" });
-  if (sentence) {
-    showMessage(sentence);
-  } else if (!recording.transcript.lines.length) {
-    showMessage("No speech was recognised.");
+  const sentence = finish(recording, await recording.ended, isStopped);
+  if (isStopped) {
+    return null;
   }
+  return sentence && `${file.name}: ${sentence}`;
 }
 
-// Runs one recording after the other; errors become sentences.
+// Returns a sentence for the user, or "".
+function finish(recording, sentence, isStopped = false) {
+  if (sentence || isStopped) {
+    recording.transcript.keepPartial(recording.stream.decoded);
+  }
+  recording.transcript.showPartial({ fixed: "", tentative: "" });
+  if (sentence || recording.transcript.lines.length) {
+    return sentence;
+  }
+  return "No speech was recognised.";
+}
+
+// Runs one recording after the other, and shows their sentences and errors.
 async function run(tasks) {
   const sentences = [];
   for (const task of tasks) {
     try {
-      if ((await task()) === false) {
+      const sentence = await task();
+      if (sentence === null) {
         break;
       }
+      sentences.push(...(sentence ? [sentence] : []));
     } catch (error) {
       sentences.push(error instanceof PageError ? error.message : `The page failed: ${error.message}. Reload it.`);
     }

@@ -1,10 +1,11 @@
 // A recording on the page: its lines, which can be played, edited, saved and downloaded.
 
 import { play } from "./audio.js";
-import { renderTranscript, saveCorrection } from "./connection.js";
+import { removeCorrection, renderTranscript, saveCorrection } from "./connection.js";
 
 const UNCERTAIN = 0.5; // confidence below which a word is marked
-const MARGIN = 0.2; // seconds of audio kept around a line
+const MARGIN = 0.2; // seconds of audio kept around a line, at most half the gap to its neighbour
+const UNFINISHED = "The recording was cut off here: this text is not final.";
 const MEDIA_TYPES = { txt: "text/plain", srt: "application/x-subrip", vtt: "text/vtt", json: "application/json" };
 
 function element(name, className, text) {
@@ -27,6 +28,10 @@ function clock(seconds) {
   return `${Math.floor(whole / 60)}:${String(whole % 60).padStart(2, "0")}`;
 }
 
+function inFolder(rows) {
+  return `${rows} ${rows === 1 ? "line" : "lines"} in the folder of corrections.`;
+}
+
 function randomKey() {
   const bytes = crypto.getRandomValues(new Uint8Array(8));
   return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
@@ -41,6 +46,7 @@ export class Transcript {
     this.showMessage = showMessage;
     this.key = randomKey();
     this.lines = [];
+    this.partialStart = null; // seconds
     this.section = element("section", "recording");
     this.list = element("ol", "lines");
     this.fixed = element("span", "fixed");
@@ -73,6 +79,7 @@ export class Transcript {
     this.fixed.textContent = message.fixed;
     this.tentative.textContent = message.tentative;
     this.partial.hidden = !(message.fixed || message.tentative);
+    this.partialStart = this.partial.hidden ? null : message.start;
     this.partial.lang = this.settings.language;
     this.follow(keepsUp);
   }
@@ -102,6 +109,28 @@ export class Transcript {
     this.follow(keepsUp);
   }
 
+  // Makes a line of the words so far, up to `end` in seconds, if their final text does not come.
+  keepPartial(end) {
+    if (this.partial.hidden) {
+      return;
+    }
+    const text = `${this.fixed.textContent} ${this.tentative.textContent}`.trim();
+    const start = this.partialStart;
+    // One empty word, as the times of the single words are not known.
+    const words = [{ text: "", start, end: Math.max(start, end), confidence: null }];
+    this.addFinal({ text, words, start, end: words[0].end });
+    const line = this.lines[this.lines.length - 1];
+    line.note = UNFINISHED;
+    line.show();
+  }
+
+  // Seconds of audio to keep before and after a line; if speech was divided, its neighbour follows at once.
+  margins(line) {
+    const before = this.lines[line.number - 1]?.end ?? -Infinity;
+    const after = this.lines[line.number + 1]?.start ?? this.partialStart ?? Infinity;
+    return [line.start - before, after - line.end].map((gap) => Math.max(0, Math.min(MARGIN, gap / 2)));
+  }
+
   async download(format) {
     const timestamps = format === "json" ? "word" : "segment";
     const segments = this.lines.map((line) => ({ text: line.text, words: line.words }));
@@ -128,11 +157,13 @@ class Line {
     this.end = final.end;
     this.item = element("li", "line");
     this.note = "";
+    this.isSaved = false;
     this.show();
   }
 
   samples() {
-    return this.transcript.audio.slice(Math.max(0, this.start - MARGIN), this.end + MARGIN);
+    const [before, after] = this.transcript.margins(this);
+    return this.transcript.audio.slice(Math.max(0, this.start - before), this.end + after);
   }
 
   show() {
@@ -219,22 +250,40 @@ class Line {
 
   async apply(text) {
     this.text = text.trim().split(/\s+/).join(" ");
-    this.note = this.transcript.settings.canSave && this.text ? await this.save() : "";
+    this.note = this.transcript.settings.canSave ? await this.save() : "";
     this.leave();
+  }
+
+  get key() {
+    return `${this.transcript.key}-${this.number}`;
   }
 
   // Returns a note on the result.
   async save() {
+    if (!this.text) {
+      return this.isSaved ? await this.remove() : "";
+    }
     const samples = this.samples();
     if (samples === null) {
       return "Not saved: the page no longer has the audio of this line, it keeps only the newest audio.";
     }
     const { sampleRate } = this.transcript.audio;
     try {
-      const rows = await saveCorrection(`${this.transcript.key}-${this.number}`, this.text, sampleRate, samples);
-      return `Saved; ${rows} ${rows === 1 ? "line" : "lines"} in the folder of corrections.`;
+      const rows = await saveCorrection(this.key, this.text, sampleRate, samples);
+      this.isSaved = true;
+      return `Saved; ${inFolder(rows)}`;
     } catch (error) {
       return `Not saved: ${error.message}`;
+    }
+  }
+
+  async remove() {
+    try {
+      const rows = await removeCorrection(this.key);
+      this.isSaved = false;
+      return `Removed; ${inFolder(rows)}`;
+    } catch (error) {
+      return `Not removed: ${error.message}`;
     }
   }
 }
