@@ -16,7 +16,6 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +34,7 @@ from konkanivani.errors import (
     stopping_signals,
 )
 from konkanivani.flags import command_words
-from konkanivani.worker_processes import begin_worker, request_parent_death_signal, worker_pool
+from konkanivani.worker_processes import WorkerPool, begin_worker, request_parent_death_signal, worker_pool
 
 KEPT_LINES = 50  # of each output stream
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
@@ -277,10 +276,9 @@ def summary_of(lines: Sequence[str]) -> TrainingSummary:
 # Workers that trace steps for a memory plan.
 
 
-def two_processes() -> AbstractContextManager[ProcessPoolExecutor]:
+def two_processes() -> AbstractContextManager[WorkerPool]:
     """Return a pool of two forked workers: tracing is single-threaded Python, so that two of them halve the time."""
-    # Killed at Ctrl-C: a trace takes seconds. An answer is small.
-    return worker_pool(2, _prepare_worker, is_killed_at_error=True)
+    return worker_pool(2, _prepare_worker)
 
 
 def _prepare_worker() -> None:

@@ -155,7 +155,8 @@ def run_script(action: Callable[[], str]) -> int:
     except BrokenPipeError:
         return _leave_pipe()
     except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
+        with contextlib.suppress(OSError):  # Ctrl-C may have ended the reader of stderr too
+            print("Interrupted.", file=sys.stderr, flush=True)
         # 128 + SIGINT, as shells report it.
         return 130
     except (MemoryError, RuntimeError) as error:

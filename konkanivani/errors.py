@@ -147,19 +147,26 @@ def defer_signals() -> Iterator[None]:
         deferred.append(number)
 
     numbers = stopping_signals()
-    with contextlib.ExitStack() as at_end:
-        at_end.callback(_handle_deferred, deferred)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-        at_end.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    handlers = {}
+    try:
         # The mask of this thread is not enough: the kernel then delivers the signal to another thread, such as one of
         # OpenBLAS or OpenMP, and Python runs the handler in the main thread.
         is_main = threading.current_thread() is threading.main_thread()
         for number in numbers if is_main else ():
             handler = signal.getsignal(number)
             if handler not in (signal.SIG_IGN, None):  # None: installed by a library, and cannot be restored
-                at_end.callback(signal.signal, number, handler)
+                handlers[number] = handler
                 signal.signal(number, note)
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         yield
+    finally:
+        # First the mask: blocked signals are noted too, so that no handler raises before all are restored.
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        # SIGINT last: its handler usually raises, and a signal may arrive at any time.
+        for number, handler in reversed(handlers.items()):
+            signal.signal(number, handler)
+        _handle_deferred(deferred)
 
 
 def _handle_deferred(numbers: list[int]) -> None:
@@ -207,6 +214,9 @@ def exit_cleanly_at_signals() -> Iterator[None]:
     """
 
     def stop(number: int, _frame: FrameType | None) -> None:
+        # A second signal, which the kernel and the shell may both send, must not interrupt the clean-up.
+        for stop_signal in replaced:
+            signal.signal(stop_signal, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
     is_main = threading.current_thread() is threading.main_thread()
@@ -241,8 +251,10 @@ def stop_at_signals() -> Iterator[None]:
         came.append(number)
         raise _Stop
 
-    before = {number: signal.signal(number, stop) for number in stopping}
+    before = {number: signal.getsignal(number) for number in stopping}
     try:
+        for number in stopping:
+            signal.signal(number, stop)
         yield
     except _Stop:
         raise Interrupted(

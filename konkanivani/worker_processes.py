@@ -6,13 +6,18 @@ import multiprocessing
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
+from typing import Any, TypeVar, cast
 
-from konkanivani.errors import ResourceError, defer_signals, stopping_signals
+from konkanivani.errors import ResourceError, defer_signals, explained, stopping_signals
+
+Result = TypeVar("Result")
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Loaded once: between fork and exec, loading a library could wait for a lock that another thread held.
@@ -47,45 +52,112 @@ def _print_unless_disconnected(kind: type[BaseException], error: BaseException, 
         sys.__excepthook__(kind, error, at)
 
 
-@contextlib.contextmanager
-def worker_pool(
-    workers: int, prepare: Callable[[], None] = begin_worker, *, is_killed_at_error: bool = False
-) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool of forked processes, each of which calls `prepare` first. A killed worker raises a ResourceError.
+@dataclass(frozen=True)
+class _Answer:
+    result: Any
+    error: Exception | None = None
+    trace: str = ""
 
-    After another exception in the block, such as KeyboardInterrupt, the end of the block waits for the tasks that run.
-    With `is_killed_at_error` it kills them, which requires results of less than 64 KiB.
+
+class WorkerTraceback(Exception):
+    """Traceback of an error in a worker, as text; the cause of the error that is raised in this process."""
+
+
+class WorkerPool:
+    """Forked processes that run tasks, each with a connection of its own.
+
+    The workers of concurrent.futures.ProcessPoolExecutor share queues with locks and a thread. It waits for ever if a
+    worker is killed while it is idle or writes a large result, and after a KeyboardInterrupt in `submit` (Python 3.13).
     """
-    # The first task starts the processes and the thread that manages them. A KeyboardInterrupt before the thread has
-    # started would leave a pool that cannot be shut down, and a process that never exits.
-    with defer_signals():
-        others = set(multiprocessing.active_children())
-        pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), prepare)
-        pool.submit(os.getpid)
-        processes = set(multiprocessing.active_children()) - others
-    with pool:
-        try:
-            yield pool
-        except BrokenProcessPool:
-            # The pool sends SIGTERM to the other workers, which `begin_worker` ignores, and waits for them.
-            _kill(pool, processes)
-            raise ResourceError(
-                "A worker process was killed, perhaps by the system for lack of memory. Close other programs, and run "
-                "the same command again."
-            ) from None
-        except BaseException:
-            # A larger result could be cut in the pipe, of which the pool would wait for the rest.
-            if is_killed_at_error:
-                _kill(pool, processes)
-            raise
 
+    def __init__(self) -> None:
+        self._workers: dict[Connection, BaseProcess] = {}
 
-def _kill(pool: ProcessPoolExecutor, processes: Iterable[BaseProcess]) -> None:
-    for process in processes:
-        process.kill()
-    if sys.version_info < (3, 11, 5):
-        # A task of more than 64 KiB blocks the thread that writes it to a pipe that is no longer read (CPython issue
-        # 94777).
-        for process in processes:
+    def start(self, count: int, prepare: Callable[[], None]) -> None:
+        """Start processes that call `prepare` first."""
+        fork = multiprocessing.get_context("fork")
+        for _ in range(count):
+            ours, theirs = fork.Pipe()
+            process = fork.Process(target=_work, args=(theirs, prepare))
+            # Closed here before the next fork: a copy in another worker would hide the end of this one.
+            with theirs:
+                process.start()
+            self._workers[ours] = process
+
+    def run(self, tasks: Iterable[Callable[[], Result]]) -> Iterator[Result]:
+        """Yield the results of the tasks in order. Tasks and results are pickled.
+
+        Raises the error of a task, and a ResourceError if a worker was killed.
+        """
+        numbered = enumerate(tasks)
+        idle = list(self._workers)
+        busy: dict[Connection, int] = {}
+        results: dict[int, Result] = {}
+        yielded = 0
+        while True:
+            for number, task in islice(numbered, len(idle)):
+                connection = idle.pop()
+                with _reporting_death():
+                    connection.send(task)
+                busy[connection] = number
+            if not busy:
+                return
+            for ready in wait(list(busy)):
+                connection = cast(Connection, ready)
+                with _reporting_death():
+                    answer: _Answer = connection.recv()
+                if answer.error is not None:
+                    raise answer.error from WorkerTraceback(answer.trace)
+                results[busy.pop(connection)] = answer.result
+                idle.append(connection)
+            while yielded in results:
+                yield results.pop(yielded)
+                yielded += 1
+
+    def close(self) -> None:
+        """Kill the workers, which may be at work after an exception."""
+        for process in self._workers.values():
+            process.kill()
+        for connection, process in self._workers.items():
             process.join()
-        pool._call_queue._reader.close()  # type: ignore[attr-defined]
+            connection.close()
+
+
+def _work(connection: Connection, prepare: Callable[[], None]) -> None:
+    """Answer tasks until this process is killed."""
+    prepare()
+    while True:
+        task = connection.recv()
+        try:
+            answer = _Answer(task())
+        except Exception as error:
+            answer = _Answer(None, error, traceback.format_exc())
+        connection.send(answer)
+
+
+@contextlib.contextmanager
+def _reporting_death() -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, OSError):
+        raise ResourceError(
+            "A worker process was killed, perhaps by the system for lack of memory. Close other programs, and run the "
+            "same command again."
+        ) from None
+
+
+@contextlib.contextmanager
+def worker_pool(workers: int, prepare: Callable[[], None] = begin_worker) -> Iterator[WorkerPool]:
+    """Yield a pool of forked processes, which are killed at the end of the block.
+
+    Each calls `prepare` first, with the stopping signals blocked. Raises a ResourceError if none can be started.
+    """
+    pool = WorkerPool()
+    advice = "Close other programs, or raise the limit of processes (ulimit -u)."
+    try:
+        # Deferred, since a process that is being started could not be killed yet.
+        with defer_signals(), explained(ResourceError, "A worker process could not be started", advice):
+            pool.start(workers, prepare)
+        yield pool
+    finally:
+        pool.close()

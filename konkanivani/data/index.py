@@ -23,11 +23,12 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from heapq import nsmallest
-from itertools import repeat
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -403,14 +404,13 @@ def _scan_blocks(manifest: Path, roots: tuple[str, ...], fields: TextFields | No
     """Yield the index of each block of lines in order; several blocks are scanned in parallel processes."""
     edges = _block_edges(manifest)
     lines_before = 0
+    tasks = [partial(_scan, str(manifest), first, end, roots, fields) for first, end in pairwise(edges)]
     with ExitStack() as opened:
-        run_each: Callable[..., Iterator[tuple[ManifestIndex, int]]] = map
-        if len(edges) > 2:
-            # A worker that outlived a killed parent would keep the lock of `open_index`, which it inherits.
-            run_each = opened.enter_context(worker_pool(os.cpu_count() or 1)).map
-        scans = run_each(_scan, repeat(str(manifest)), edges[:-1], edges[1:], repeat(roots), repeat(fields))
+        scans: Iterator[tuple[ManifestIndex, int]] = (task() for task in tasks)
+        if len(tasks) > 1:
+            scans = opened.enter_context(worker_pool(os.cpu_count() or 1)).run(tasks)
         # A block counts its lines from 1; only here the lines of all earlier blocks are known.
-        for block, lines in progress_bar(scans, len(edges) - 1, f"indexing {manifest.name}", "block"):
+        for block, lines in progress_bar(scans, len(tasks), f"indexing {manifest.name}", "block"):
             broken = tuple(replace(row, row=row.row + lines_before) for row in block.broken)
             yield replace(block, rows=block.rows + np.int32(lines_before), broken=broken)
             lines_before += lines

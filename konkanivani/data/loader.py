@@ -369,9 +369,10 @@ def _load_until_a_death(
         multiprocessing_context="fork" if loader.workers else None,
         generator=torch.Generator(),  # iter() draws a seed, which must not change the training step's generator
     )
-    with _no_exceptions_from_signals(), defer_signals():
-        iterator = iter(batches)
+    iterator: _BaseDataLoaderIter | None = None
     try:
+        with _no_exceptions_from_signals(), defer_signals():
+            iterator = iter(batches)
         while (loaded := _next(iterator, fetcher, waiting, loader, check)) is not None:
             if loaded.error:
                 raise loaded.error
@@ -395,9 +396,11 @@ def _no_exceptions_from_signals() -> Iterator[None]:
     # Its handler raises wherever the main thread is, for example while a checkpoint is saved. A worker's death is
     # noticed without it, in _next.
     before = signal.getsignal(signal.SIGCHLD)
-    yield
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, before)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, before)
 
 
 def _next(

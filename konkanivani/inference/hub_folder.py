@@ -197,7 +197,8 @@ def write_hub_folder(out: Path, facts: CardFacts, write_files: Callable[[Path], 
             _swap(target, out)
     finally:
         if not is_new:
-            shutil.rmtree(target, ignore_errors=True)
+            with defer_signals():
+                shutil.rmtree(target, ignore_errors=True)
 
 
 def _sibling(out: Path, kind: str) -> Path:
@@ -222,7 +223,8 @@ def _swap(new: Path, out: Path) -> None:
         raise ResourceError(
             f"{out} could not be replaced: {error.strerror or error}. Repair the folder, or choose another one."
         ) from None
-    shutil.rmtree(old, ignore_errors=True)
+    with defer_signals():  # else half of the old folder would stay
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _is_unchanged(out: Path) -> bool:

@@ -81,7 +81,8 @@ def end_in_a_line(kind: type[BaseException], error: BaseException, trace: Traceb
     For `sys.excepthook`.
     """
     if issubclass(kind, KeyboardInterrupt):
-        print("Interrupted.", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # Ctrl-C may have ended the reader of stderr too
+            print("Interrupted.", file=sys.stderr, flush=True)
         os._exit(130)
     sys.__excepthook__(kind, error, trace)
 

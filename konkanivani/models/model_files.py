@@ -16,7 +16,14 @@ import safetensors.torch
 import torch
 
 from konkanivani.config import TuningConfig
-from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError, exit_cleanly_at_signals
+from konkanivani.errors import (
+    CheckpointError,
+    KonkaniVaniError,
+    ResourceError,
+    UsageError,
+    defer_signals,
+    exit_cleanly_at_signals,
+)
 from konkanivani.files import conversion_hint, sync_file
 from konkanivani.models.architecture import Architecture
 from konkanivani.models.fine_tuning import LOW_RANK_TENSORS
@@ -340,7 +347,8 @@ def whole_folder(out: Path) -> Iterator[Path]:
                 partial.chmod(0o755)  # mkdtemp creates folders that only their owner can enter
                 os.replace(partial, out)  # atomic, and after the files are synced: a crash leaves all or nothing
             finally:
-                shutil.rmtree(partial, ignore_errors=True)
+                with defer_signals():  # a second Ctrl-C would leave gigabytes
+                    shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise ResourceError(
             f"{out} could not be written: {error.strerror or error}. Free disk space, repair the folder, or "

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -303,13 +305,17 @@ def plan_budget(
     blocks = len(architecture.build_without_values().blocks)
     # Tracing must not start in this process: it forks the workers.
     with two_processes() as pool:
-        placement, longest = pool.submit(settle_placement, PlanRequest(config, costs, budget, "always"), ranks).result()
+        first = PlanRequest(config, costs, budget, "always")
+        ((placement, longest),) = pool.run([partial(settle_placement, first, ranks)])
         # Fetched blocks are recomputed in either mode: if all are fetched, both answers are the same.
         modes = ("always",) if placement.offloaded_blocks >= blocks else ("never", "always")
         requests = [PlanRequest(config, costs, budget, mode, placement) for mode in modes]
-        awaited = pool.map(answer, requests)
-        validation_peak = pool.submit(peak_of_validation, requests[0]).result()  # runs in the first worker that is free
-        answers = tuple(awaited)
+        tasks: list[Any] = [
+            *(partial(answer, request) for request in requests),
+            partial(peak_of_validation, requests[0]),
+        ]
+        *found, validation_peak = pool.run(tasks)
+    answers: tuple[Answer, ...] = tuple(found)
     if len(answers) == 1:
         answers = (replace(answers[0], gradient_checkpointing="never"), *answers)
     # With offloading, only the trace knows the part of the state that is on the GPU.
@@ -370,7 +376,7 @@ def plan_presets(
     # Budget 0: _cells sets it for each column.
     requests = [PlanRequest(shape, costs, 0, mode) for shape in shaped for mode in ("never", "always")]
     with two_processes() as pool:
-        cells = list(pool.map(_cells, requests, [budgets] * len(requests)))
+        cells = list(pool.run(partial(_cells, request, budgets) for request in requests))
     lines = [
         (
             f"Traced for {costs.name}, {config.text.vocab_size} tokens: micro-batch of 10 s utterances / longest "
@@ -453,23 +459,10 @@ class Cell:
         return f"{self.train >> 20:,} / {self.valid >> 20:,}{fits}"
 
 
-@dataclass(frozen=True)
-class Question:
-    """Input of one table cell: model size, trained part, weight placement."""
-
-    size: str
-    trained: str
-    place: str
-    config: TrainConfig
-    costs: DeviceCosts
-
-
-def answer_cell(question: Question) -> Cell:
+def plan_cell(size: str, trained: str, place: str, config: TrainConfig, costs: DeviceCosts) -> Cell:
     """Plan one utterance of 30 s with the longest label, every block recomputed."""
-    config = question.config
-    costs = question.costs
-    architecture = WhisperArchitecture(PUBLISHED_SIZES[question.size], TRAINED[question.trained])
-    with kept_traces(config, architecture, costs, PLACES[question.place]) as traces:
+    architecture = WhisperArchitecture(PUBLISHED_SIZES[size], TRAINED[trained])
+    with kept_traces(config, architecture, costs, PLACES[place]) as traces:
         # A budget of 1 PiB: the planner reports the peak without shrinking the batch.
         planner = Planner(traces, 2**50, WINDOW.tokens / WINDOW.seconds)
         step = planner.phases(WINDOW, ALWAYS)
@@ -483,10 +476,9 @@ def plan_whisper(config: TrainConfig, costs: DeviceCosts, budget: int, sizes: It
     loss = replace(config.loss, ctc_weight=0.0, label_smoothing=0.0)
     config = resolve(replace(config, memory=memory, loss=loss))
     rows = [(size, trained) for size in sizes for trained in TRAINED]
-    # pool.map keeps the order of its input, row by row.
     with two_processes() as pool:
-        questions = [Question(*row, place, config, costs) for row in rows for place in PLACES]
-        cells = iter(list(pool.map(answer_cell, questions)))
+        tasks = [partial(plan_cell, *row, place, config, costs) for row in rows for place in PLACES]
+        cells = iter(list(pool.run(tasks)))
     lines = [
         f"Peak MiB on {costs.name} (budget {budget >> 20:,}) in training / validation: one utterance of 30 s with its",
         "longest label, half precision, all blocks recomputed, AdamW. *: it fits. Last column: host memory.",
