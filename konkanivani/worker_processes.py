@@ -13,11 +13,9 @@ from itertools import islice
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from konkanivani.errors import ResourceError, defer_signals, explained, stopping_signals
-
-Result = TypeVar("Result")
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Loaded once: between fork and exec, loading a library could wait for a lock that another thread held.
@@ -84,15 +82,15 @@ class WorkerPool:
                 process.start()
             self._workers[ours] = process
 
-    def run(self, tasks: Iterable[Callable[[], Result]]) -> Iterator[Result]:
-        """Yield the results of the tasks in order. Tasks and results are pickled.
+    def run(self, tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+        """Yield the results of the tasks in order; a task is a function and its arguments. All are pickled.
 
         Raises the error of a task, and a ResourceError if a worker was killed.
         """
         numbered = enumerate(tasks)
         idle = list(self._workers)
         busy: dict[Connection, int] = {}
-        results: dict[int, Result] = {}
+        results: dict[int, Any] = {}
         yielded = 0
         while True:
             for number, task in islice(numbered, len(idle)):
@@ -127,9 +125,9 @@ def _work(connection: Connection, prepare: Callable[[], None]) -> None:
     """Answer tasks until this process is killed."""
     prepare()
     while True:
-        task = connection.recv()
+        function, *arguments = connection.recv()
         try:
-            answer = _Answer(task())
+            answer = _Answer(function(*arguments))
         except Exception as error:
             answer = _Answer(None, error, traceback.format_exc())
         connection.send(answer)

@@ -83,7 +83,7 @@ def _count_in_parallel(manifest: Manifest, tokenizer: Vocabulary, digits: Digits
         return _count(manifest, 0, len(manifest), tokenizer, digits)
     firsts = range(0, len(manifest), BLOCK_ROWS)
     ends = [min(first + BLOCK_ROWS, len(manifest)) for first in firsts]
-    tasks = [partial(_count, manifest, first, end, tokenizer, digits) for first, end in zip(firsts, ends, strict=True)]
+    tasks = [(_count, manifest, first, end, tokenizer, digits) for first, end in zip(firsts, ends, strict=True)]
     with worker_pool(os.cpu_count() or 1) as pool:
         blocks = list(progress_bar(pool.run(tasks), len(ends), f"tokenizing {short_name(str(manifest.path))}", "block"))
     return np.concatenate(blocks, axis=1)

@@ -26,7 +26,6 @@ import stat
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from heapq import nsmallest
 from itertools import pairwise
 from pathlib import Path
@@ -404,11 +403,11 @@ def _scan_blocks(manifest: Path, roots: tuple[str, ...], fields: TextFields | No
     """Yield the index of each block of lines in order; several blocks are scanned in parallel processes."""
     edges = _block_edges(manifest)
     lines_before = 0
-    tasks = [partial(_scan, str(manifest), first, end, roots, fields) for first, end in pairwise(edges)]
+    tasks = [(str(manifest), first, end, roots, fields) for first, end in pairwise(edges)]
     with ExitStack() as opened:
-        scans: Iterator[tuple[ManifestIndex, int]] = (task() for task in tasks)
+        scans: Iterator[tuple[ManifestIndex, int]] = (_scan(*task) for task in tasks)
         if len(tasks) > 1:
-            scans = opened.enter_context(worker_pool(os.cpu_count() or 1)).run(tasks)
+            scans = opened.enter_context(worker_pool(os.cpu_count() or 1)).run((_scan, *task) for task in tasks)
         # A block counts its lines from 1; only here the lines of all earlier blocks are known.
         for block, lines in progress_bar(scans, len(tasks), f"indexing {manifest.name}", "block"):
             broken = tuple(replace(row, row=row.row + lines_before) for row in block.broken)

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from typing import Any
 
 import torch
 
@@ -306,14 +304,11 @@ def plan_budget(
     # Tracing must not start in this process: it forks the workers.
     with two_processes() as pool:
         first = PlanRequest(config, costs, budget, "always")
-        ((placement, longest),) = pool.run([partial(settle_placement, first, ranks)])
+        ((placement, longest),) = pool.run([(settle_placement, first, ranks)])
         # Fetched blocks are recomputed in either mode: if all are fetched, both answers are the same.
         modes = ("always",) if placement.offloaded_blocks >= blocks else ("never", "always")
         requests = [PlanRequest(config, costs, budget, mode, placement) for mode in modes]
-        tasks: list[Any] = [
-            *(partial(answer, request) for request in requests),
-            partial(peak_of_validation, requests[0]),
-        ]
+        tasks = [*((answer, request) for request in requests), (peak_of_validation, requests[0])]
         *found, validation_peak = pool.run(tasks)
     answers: tuple[Answer, ...] = tuple(found)
     if len(answers) == 1:
@@ -376,7 +371,7 @@ def plan_presets(
     # Budget 0: _cells sets it for each column.
     requests = [PlanRequest(shape, costs, 0, mode) for shape in shaped for mode in ("never", "always")]
     with two_processes() as pool:
-        cells = list(pool.run(partial(_cells, request, budgets) for request in requests))
+        cells = list(pool.run((_cells, request, budgets) for request in requests))
     lines = [
         (
             f"Traced for {costs.name}, {config.text.vocab_size} tokens: micro-batch of 10 s utterances / longest "
@@ -477,7 +472,7 @@ def plan_whisper(config: TrainConfig, costs: DeviceCosts, budget: int, sizes: It
     config = resolve(replace(config, memory=memory, loss=loss))
     rows = [(size, trained) for size in sizes for trained in TRAINED]
     with two_processes() as pool:
-        tasks = [partial(plan_cell, *row, place, config, costs) for row in rows for place in PLACES]
+        tasks = [(plan_cell, *row, place, config, costs) for row in rows for place in PLACES]
         cells = iter(list(pool.run(tasks)))
     lines = [
         f"Peak MiB on {costs.name} (budget {budget >> 20:,}) in training / validation: one utterance of 30 s with its",

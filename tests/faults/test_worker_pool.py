@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import time
-from functools import partial
 
 import pytest
 
@@ -24,10 +23,10 @@ def fail() -> None:
 
 def test_results_arrive_in_order_and_errors_with_the_traceback_of_the_worker():
     with worker_pool(3) as pool:
-        assert list(pool.run(partial(square_slowly, number) for number in range(10))) == [n**2 for n in range(10)]
+        assert list(pool.run((square_slowly, number) for number in range(10))) == [n**2 for n in range(10)]
         assert list(pool.run([])) == []
         with pytest.raises(DataError, match="no such row") as raised:
-            list(pool.run([fail]))
+            list(pool.run([(fail,)]))
         assert isinstance(raised.value.__cause__, WorkerTraceback) and "in fail" in str(raised.value.__cause__)
 
 
@@ -121,17 +120,17 @@ def wait_and_kill(connections):
 ending = sys.argv[1]
 try:
     with worker_pool(1 if ending == "sending" else 2) as pool:
-        (pid, _), *_ = list(pool.run([Task(0.1)] * 2))
+        (pid, _), *_ = list(pool.run([(Task(0.1),)] * 2))
         if ending == "idle":
             os.kill(pid, signal.SIGKILL)
         elif ending == "sending":
             wait, worker_processes.wait = worker_processes.wait, wait_and_kill
-            list(pool.run([Task(0, 10_000_000)]))  # larger than the buffer of a connection
+            list(pool.run([(Task(0, 10_000_000),)]))  # larger than the buffer of a connection
         else:
             if ending == "Ctrl-C":
                 os.kill(os.getpid(), signal.SIGINT)
             threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
-            list(pool.run([Task(600)] * 5))
+            list(pool.run([(Task(600),)] * 5))
     print("ended")
 except (ResourceError, KeyboardInterrupt) as error:
     print(type(error).__name__)

@@ -770,7 +770,7 @@ class TestScripts:
     def test_scripts_parse_in_old_python_before_version_check(self, path):
         tree = ast.parse(path.read_text(), feature_version=(3, 6))
         assert not any(isinstance(n, ast.ImportFrom) and n.module == "__future__" for n in tree.body)
-        calls = [n for n in tree.body if isinstance(n, ast.Expr) and "rerun_under_venv()" in ast.unparse(n)]
+        calls = [n for n in tree.body if isinstance(n, ast.Expr) and "rerun_under_venv(" in ast.unparse(n)]
         imports = [n for n in tree.body if isinstance(n, ast.ImportFrom) and n.module.startswith("konkanivani")]
         assert calls, "no rerun_under_venv() at the top"
         assert all(n.lineno > calls[0].lineno for n in imports)
